@@ -1,0 +1,103 @@
+// The collectives seam: everything that a rank says to another rank passes here.
+//
+// Vocabulary: N = world size, n = elements per rank. Tensors are contiguous, 1-D, on the group's device, and have the same size and
+// dtype on all ranks (Gloo ends the process otherwise, so callers derive sizes from the agreed plan only). Every member except
+// rank(), world_size(), backend() and close() must be called by all ranks, in the same order.
+//
+// A group that failed once stays failed: every later call throws at once and quotes the first error. Errors are c10::Error and
+// name the rank, the operation, the purpose, and the time since it was started.
+//
+// Thread safety: one thread at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace fsdp::comm {
+
+enum class Operation { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, BARRIER };
+const char* to_string(Operation operation);  // "all_gather", ...
+
+struct Request {
+  Operation operation;
+  at::Tensor output;    // undefined for a barrier
+  at::Tensor input;     // undefined where the operation works in place
+  int root = 0;         // BROADCAST: the rank whose values count
+  std::string purpose;  // unit and phase, for errors and records: "unit 'blocks.1', forward"
+};
+
+// One operation under way, as a backend sees it. Holds what the operation reads and writes until destroyed.
+class Work {
+ public:
+  virtual ~Work() = default;
+  virtual void wait() = 0;  // blocks until the output is there; throws what the backend throws
+};
+
+class Collectives;
+
+// The caller's handle of one operation under way. Dropping it without wait() abandons the result, not the operation.
+class Pending {
+ public:
+  Pending() = default;
+  bool valid() const { return work_ != nullptr; }
+  void wait();  // returns when the output is there; invalid afterwards. REQUIRES: valid()
+
+ private:
+  friend class Collectives;
+  std::shared_ptr<Collectives> group_;
+  std::unique_ptr<Work> work_;
+  Request request_;
+  std::chrono::steady_clock::time_point started_;
+};
+
+class Collectives : public std::enable_shared_from_this<Collectives> {
+ public:
+  virtual ~Collectives() = default;
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+  virtual const std::string& backend() const = 0;
+
+  // output (N·n) receives rank i's input (n) at [i·n, (i+1)·n). In place: input may be that very block of output.
+  Pending all_gather(at::Tensor output, at::Tensor input, std::string purpose);
+
+  // output (n) receives the sum over ranks of their input (N·n), block [rank·n, (rank+1)·n). The input's content is lost.
+  // In place: output may be that very block of input.
+  Pending reduce_scatter(at::Tensor output, at::Tensor input, std::string purpose);
+
+  // tensor (n) receives the sum over ranks.
+  Pending all_reduce(at::Tensor tensor, std::string purpose);
+
+  // tensor (n) receives rank `root`'s values.
+  Pending broadcast(at::Tensor tensor, int root, std::string purpose);
+
+  void barrier();
+
+  // Every rank's text, in rank order. Texts may differ in length: this is how ranks find out whether they agree. A rank that
+  // calls with another topic is an error on all ranks that names both topics.
+  std::vector<std::string> exchange(const std::string& topic, const std::string& text);
+
+  virtual void close() noexcept = 0;
+
+ protected:
+  // What an implementation provides. `start` must not block for other ranks.
+  virtual std::unique_ptr<Work> start(const Request& request) = 0;
+  virtual std::vector<std::string> exchange_texts(const std::string& text) = 0;
+
+ private:
+  friend class Pending;
+  Pending launch(Request request);
+  // Runs `body`; a failure marks the group failed and is rethrown with rank, description and elapsed time.
+  template <class Body>
+  auto guarded(const std::string& description, std::chrono::steady_clock::time_point started, Body body);
+
+  std::string first_error_;  // empty while the group is healthy
+};
+
+// A group of one process: outputs are copies of inputs, nothing is communicated.
+std::shared_ptr<Collectives> make_single_process();
+
+}  // namespace fsdp::comm

@@ -1,0 +1,8 @@
+/// Visibility of the library's symbols: everything is hidden except what carries FSDP_API.
+#pragma once
+
+#if defined(__GNUC__) || defined(__clang__)
+#define FSDP_API __attribute__((visibility("default")))
+#else
+#define FSDP_API
+#endif
