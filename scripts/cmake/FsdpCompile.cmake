@@ -1,0 +1,23 @@
+# fsdp_options(<target>): how this project's own targets are compiled. Nothing of it reaches those who use the library.
+function(fsdp_options target)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+  if(PROJECT_IS_TOP_LEVEL)
+    target_compile_options(${target} PRIVATE -Wall -Wextra)
+  endif()
+  if(FSDP_SANITIZE)
+    target_compile_options(${target} PRIVATE -fsanitize=${FSDP_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
+    target_link_options(${target} PUBLIC -fsanitize=${FSDP_SANITIZE})
+  endif()
+endfunction()
+
+# fsdp_sources(<target> <file>...): adds the sources that are listed.
+function(fsdp_sources target)
+  foreach(source IN LISTS ARGN)
+    if(EXISTS "${CMAKE_CURRENT_SOURCE_DIR}/${source}")
+      target_sources(${target} PRIVATE "${source}")
+    else()
+      message(WARNING "${source} is listed but does not exist")
+    endif()
+  endforeach()
+endfunction()
