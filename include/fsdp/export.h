@@ -2,7 +2,7 @@
 #pragma once
 
 #if defined(__GNUC__) || defined(__clang__)
-#define FSDP_API __attribute__((visibility("default")))
+#define FSDP_API [[gnu::visibility("default")]]
 #else
 #define FSDP_API
 #endif

@@ -1,0 +1,101 @@
+// The access hook: a boxed fallback under kAccessKey. It sees every operator that touches a sharded parameter or a view of one,
+// gathers what the operator is about to read, and passes the call on below the key.
+//
+// Design note: docs/design/gather_on_access.md.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "runtime/access_key.h"
+#include "runtime/flat_group.h"
+#include "runtime/operator_arguments.h"
+#include "runtime/registry.h"
+#include "runtime/sharded_model.h"
+#include "runtime/slice_rules.h"
+
+namespace fsdp {
+namespace {
+
+bool is_written(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
+
+// The units that one operator reads, pinned until it returns; per model, since each has its own lock and order.
+class Pins {
+ public:
+  Pins() = default;
+  Pins(const Pins&) = delete;
+  Pins& operator=(const Pins&) = delete;
+  ~Pins() {
+    for (auto& [model, units] : pinned_) model->release(units);
+  }
+
+  void want(ShardedModel* model, Unit* unit) {
+    auto entry = std::find_if(wanted_.begin(), wanted_.end(), [&](const auto& e) { return e.first == model; });
+    if (entry == wanted_.end()) entry = wanted_.insert(wanted_.end(), {model, {}});
+    auto& units = entry->second;
+    if (std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
+  }
+
+  void acquire() {
+    for (auto& [model, units] : wanted_) {
+      model->acquire(units);
+      pinned_.emplace_back(model, units);
+    }
+  }
+
+ private:
+  using UnitsOfModel = std::pair<ShardedModel*, std::vector<Unit*>>;
+  std::vector<UnitsOfModel> wanted_, pinned_;
+};
+
+void refuse_write(const c10::FunctionSchema& schema, const TrackedTensor& tracked, const at::Tensor& tensor) {
+  const auto* parameter = tracked.parameter ? tracked.parameter : tracked.group->parameter_at(tensor.storage_offset());
+  TORCH_CHECK(false, schema.name(), " writes to parameter '", parameter ? parameter->name : tracked.group->unit_title,
+              "' while it is gathered; what is written there is lost when the parameter is freed. Write to parameters outside forward, or keep the "
+              "value in a buffer");
+}
+
+void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto& arguments = schema.arguments();
+  const size_t first = stack->size() - arguments.size();
+  const bool in_graph_task = torch::autograd::get_current_graph_task_id() >= 0;
+
+  Pins pins;
+  std::vector<SliceUse> slices;
+  std::vector<TrackedTensor> written;  // shards, not gradients
+  {
+    WithoutAccessHook no_hook;
+    visit_tensors(*stack, first, arguments.size(), [&](const at::Tensor& tensor, size_t slot, size_t position) -> std::optional<at::Tensor> {
+      if (!tensor.key_set().has(kAccessKey)) return std::nullopt;
+      const auto tracked = registry::find(tensor);
+      if (!tracked) return std::nullopt;
+      const bool is_handle = tracked->kind == TrackedTensor::Kind::PARAMETER;
+      const bool gathers = is_handle ? tracked->model->computing() || in_graph_task : tracked->kind == TrackedTensor::Kind::UNSHARDED;
+      if (gathers) {
+        if (is_written(arguments[slot])) refuse_write(schema, *tracked, tensor);
+        pins.want(tracked->model, tracked->unit);
+        if (!is_handle) return std::nullopt;
+        // A handle met in backward while the model rests was saved by somebody's own Function: it reads the full values.
+        return tracked->model->computing() ? tracked->model->alias_of(*tracked->parameter) : tracked->parameter->full;
+      }
+      slices.push_back({*tracked, slot, position, tensor.numel(), tensor.requires_grad()});
+      if (tracked->kind != TrackedTensor::Kind::GRADIENT && is_written(arguments[slot])) written.push_back(*tracked);
+      return std::nullopt;
+    });
+    if (!slices.empty()) check_slice_arguments(schema, *stack, slices);
+    pins.acquire();
+  }
+  // The key stays included: the operator may be made of others that touch further units.
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kAccessKey), stack);
+  if (!slices.empty()) check_slice_results(schema, *stack, slices);
+  for (const auto& tracked : written) tracked.model->shard_was_written(*tracked.unit);
+}
+
+}  // namespace
+}  // namespace fsdp
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fsdp::on_access>()); }

@@ -1,0 +1,145 @@
+#include "runtime/flat_group.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/TensorImpl.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "runtime/access_key.h"
+#include "runtime/gradient_sink.h"
+#include "runtime/storage_access.h"
+
+namespace fsdp {
+namespace {
+
+// A tensor on `flat`'s storage that carries the access key, made without autograd's knowledge: to autograd it is no view.
+at::Tensor keyed_view(const at::Tensor& flat, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
+  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(flat.storage()), flat.key_set().add(kAccessKey), flat.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return view;
+}
+
+at::Tensor keyed_slice(const at::Tensor& flat, const ShardSlice& slice) {
+  return keyed_view(flat, {slice.length}, {1}, slice.begin_in_shard);
+}
+
+c10::StorageImpl& storage_of(const at::Tensor& flat) { return *flat.storage().unsafeGetStorageImpl(); }
+
+std::vector<int64_t> numels_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<int64_t> numels;
+  for (const auto& tensor : tensors) numels.push_back(tensor.numel());
+  return numels;
+}
+
+std::vector<int64_t> contiguous_strides(at::IntArrayRef sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t d = sizes.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(sizes[d], 1);
+  return strides;
+}
+
+}  // namespace
+
+at::Tensor ShardedParameter::in_memory_order(const at::Tensor& tensor) const {
+  return (memory_order.empty() ? tensor : tensor.permute(memory_order)).reshape({-1});
+}
+
+FlatGroup::FlatGroup(std::string title, const PlannedGroup& planned, const std::vector<at::Tensor>& tensors, int world_size, int rank_)
+    : unit_title(std::move(title)),
+      layout(numels_of(tensors),
+             alignment_in_elements({static_cast<int64_t>(c10::elementSize(planned.dtype)), static_cast<int64_t>(c10::elementSize(planned.compute_dtype))}),
+             world_size),
+      dtype(planned.dtype),
+      compute_dtype(planned.compute_dtype),
+      rank(rank_) {
+  TORCH_INTERNAL_ASSERT(layout.shard_numel() == planned.shard_numel, "plan and layout differ");
+  shard = at::zeros({layout.shard_numel()}, at::dtype(dtype));
+  shard_gradient = at::empty({layout.shard_numel()}, at::dtype(dtype));
+  unsharded = at::empty({layout.unsharded_numel()}, at::dtype(compute_dtype));
+  parameters.resize(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    auto& p = parameters[i];
+    p.name = planned.parameters[i].name;
+    p.group = this;
+    p.index = static_cast<int64_t>(i);
+    p.handle = tensors[i];
+    p.full_shape = p.handle.sizes().vec();
+    p.full_strides = contiguous_strides(p.full_shape);
+    if (!p.handle.is_contiguous() && p.handle.is_non_overlapping_and_dense()) {
+      p.full_strides = p.handle.strides().vec();
+      p.memory_order.resize(p.full_shape.size());
+      std::iota(p.memory_order.begin(), p.memory_order.end(), 0);
+      std::stable_sort(p.memory_order.begin(), p.memory_order.end(), [&](int64_t a, int64_t b) { return p.full_strides[a] > p.full_strides[b]; });
+    }
+    p.full = keyed_view(unsharded, p.full_shape, p.full_strides, layout.offset(p.index));
+    p.slice = keyed_slice(shard, layout.slice(p.index, rank));
+    p.gradient_slice = keyed_slice(shard_gradient, layout.slice(p.index, rank));
+  }
+  // Only the storage objects are wanted of these two; nobody has touched their memory yet.
+  free_unsharded();
+  empty_storage(storage_of(shard_gradient), "no gradient of " + unit_title + " has been reduced yet");
+}
+
+int64_t FlatGroup::unsharded_bytes() const { return layout.unsharded_numel() * static_cast<int64_t>(c10::elementSize(compute_dtype)); }
+
+int64_t FlatGroup::shard_gradient_bytes() const { return static_cast<int64_t>(storage_of(shard_gradient).nbytes()); }
+
+void FlatGroup::allocate_unsharded() {
+  fill_storage(storage_of(unsharded), c10::GetAllocator(unsharded.device().type())->allocate(unsharded_bytes()), unsharded_bytes());
+}
+
+void FlatGroup::free_unsharded() {
+  empty_storage(storage_of(unsharded), "the parameters of " + unit_title +
+                                           " are not gathered now, so there is no memory to point to. Their data can be reached by operators, or "
+                                           "by pointer inside summon_full_params()");
+}
+
+void FlatGroup::allocate_shard_gradient() {
+  if (shard_gradient_bytes()) return;
+  const auto bytes = shard_gradient.numel() * shard_gradient.element_size();
+  fill_storage(storage_of(shard_gradient), c10::GetAllocator(shard_gradient.device().type())->allocate(bytes), bytes);
+  shard_gradient.zero_();
+}
+
+void FlatGroup::fill_shard_from_handles() {
+  for (const auto& p : parameters) {
+    const ShardSlice part = layout.slice(p.index, rank);
+    if (part.length) shard.narrow(0, part.begin_in_shard, part.length).copy_(p.in_memory_order(p.handle).narrow(0, part.begin_in_parameter, part.length));
+  }
+}
+
+void FlatGroup::fill_shard_from(const at::Tensor& flat) { shard.copy_(flat.narrow(0, rank * layout.shard_numel(), layout.shard_numel())); }
+
+at::Tensor FlatGroup::flatten_handles() const {
+  auto flat = at::zeros({layout.unsharded_numel()}, at::dtype(dtype));
+  for (const auto& p : parameters) flat.narrow(0, layout.offset(p.index), p.handle.numel()).copy_(p.in_memory_order(p.handle));
+  return flat;
+}
+
+void FlatGroup::hold_full() {
+  for (auto& p : parameters) {
+    p.handle.set_data(p.full);
+    // set_data drops the accumulator when the dtype changes.
+    if (p.sink) torch::autograd::impl::set_grad_accumulator(p.handle, p.sink);
+  }
+}
+
+void FlatGroup::hold_slices() {
+  for (auto& p : parameters) {
+    p.handle.set_data(p.slice);
+    if (p.sink) torch::autograd::impl::set_grad_accumulator(p.handle, p.sink);
+  }
+}
+
+const ShardedParameter* FlatGroup::parameter_at(int64_t offset) const {
+  for (const auto& p : parameters)
+    if (layout.offset(p.index) <= offset && offset < layout.offset(p.index) + std::max<int64_t>(1, layout.numel(p.index))) return &p;
+  return nullptr;
+}
+
+}  // namespace fsdp

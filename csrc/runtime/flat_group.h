@@ -1,0 +1,86 @@
+// The memory of one flat group, and what the user's parameter handles hold.
+//
+// Handle states (design note: docs/design/handle_states.md). The TensorImpl the user's model, optimizer and graph share is never
+// replaced; its content is switched:
+//   SHARDED    1-D slice of `shard` (this rank's part, possibly empty), in the group's dtype
+//   COMPUTING  the full shape, storage = `unsharded`, in the compute dtype; the memory behind it may be absent
+// The memory of `unsharded` is a second, independent thing: absent or resident, see residency.h.
+//
+// Shapes: S = layout.shard_numel(), N = world size, G = layout.gradient_shard_numel().
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <fsdp/plan.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "layout/flat_layout.h"
+
+namespace fsdp {
+
+class GradientSink;
+class ShardedModel;
+struct FlatGroup;
+
+struct ShardedParameter {
+  std::string name;
+  FlatGroup* group = nullptr;
+  int64_t index = 0;  // in the group
+  at::Tensor handle;  // the user's own tensor object
+  std::vector<int64_t> full_shape;
+  std::vector<int64_t> full_strides;
+  std::vector<int64_t> memory_order;  // dims by falling stride where the layout is not the usual one; empty otherwise
+
+  at::Tensor full;            // what the handle holds when COMPUTING
+  at::Tensor slice;           // what the handle holds when SHARDED
+  at::Tensor gradient_slice;  // what .grad holds
+  std::shared_ptr<GradientSink> sink;  // null for dtypes that have no gradients
+
+  // What kernels get instead of the handle, by grad mode: one per value of the parameter, see access_hook.cpp.
+  struct Alias {
+    at::Tensor tensor;
+    uint32_t version = 0;
+  };
+  std::array<Alias, 2> aliases;
+
+  // The elements in the order they have in memory, 1-D; `tensor` has the full shape. Copies only where it must.
+  at::Tensor in_memory_order(const at::Tensor& tensor) const;
+};
+
+struct FlatGroup {
+  // Made with shard and shapes, its unsharded buffer absent, the handles untouched. unit_title: "unit 'blocks.0'" or "the root unit".
+  FlatGroup(std::string unit_title, const PlannedGroup& planned, const std::vector<at::Tensor>& tensors, int world_size, int rank);
+
+  std::string unit_title;
+  FlatLayout layout;
+  c10::ScalarType dtype;
+  c10::ScalarType compute_dtype;
+  int rank;
+  std::vector<ShardedParameter> parameters;  // never resized after construction: others point into it
+
+  at::Tensor shard;           // (S) dtype
+  at::Tensor shard_gradient;  // (S) dtype; without memory until the first reduction
+  at::Tensor unsharded;       // (N·S) compute dtype; its storage is emptied and refilled, its version counter is nobody else's
+
+  int64_t unsharded_bytes() const;
+  int64_t shard_gradient_bytes() const;  // 0 before the first reduction
+
+  // Fills `shard` from the handles' plain values. `flat` (N·S, dtype), when given, holds all ranks' values instead.
+  void fill_shard_from_handles();
+  void fill_shard_from(const at::Tensor& flat);
+  at::Tensor flatten_handles() const;  // (N·S) dtype, padding zero
+
+  // The one place where a handle's content changes. REQUIRES: the access hook is off (WithoutAccessHook).
+  void hold_full();
+  void hold_slices();
+
+  void allocate_unsharded();
+  void free_unsharded();
+  void allocate_shard_gradient();  // zeros; does nothing the second time
+  const ShardedParameter* parameter_at(int64_t offset_in_unsharded) const;  // for messages; null for padding
+};
+
+}  // namespace fsdp

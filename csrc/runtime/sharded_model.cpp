@@ -1,0 +1,163 @@
+#include "runtime/sharded_model.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/alias.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Logging.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "runtime/access_key.h"
+#include "runtime/gradient_sink.h"
+#include "runtime/registry.h"
+
+namespace fsdp {
+
+// Lives in the callback that the engine runs when a graph task is done. After a failed backward the engine drops its callbacks
+// uncalled, but destroys them: the guard notices.
+class ShardedModel::BackwardGuard {
+ public:
+  explicit BackwardGuard(std::weak_ptr<ShardedModel> model) : model_(std::move(model)) {}
+  BackwardGuard(const BackwardGuard&) = delete;
+  BackwardGuard& operator=(const BackwardGuard&) = delete;
+  ~BackwardGuard() {
+    if (const auto model = model_.lock()) model->fail_backward();
+  }
+  void succeeded() {
+    const auto model = std::exchange(model_, {}).lock();
+    if (model) model->finish_backward();
+  }
+
+ private:
+  std::weak_ptr<ShardedModel> model_;
+};
+
+ShardedModel::ShardedModel(Plan plan, std::shared_ptr<comm::Collectives> collectives)
+    : plan_(std::move(plan)), collectives_(std::move(collectives)), residency_(collectives_, units_) {}
+
+ShardedModel::~ShardedModel() { registry::remove_all(*this); }
+
+Stats ShardedModel::stats() const {
+  std::lock_guard lock(mutex_);
+  Stats stats;
+  stats.collectives = collectives_.counts();
+  for (const auto& unit : units_)
+    for (const auto& group : unit->groups) {
+      stats.shard_bytes += static_cast<int64_t>(group->shard.nbytes());
+      stats.gradient_bytes += group->shard_gradient_bytes();
+    }
+  stats.resident_unsharded_bytes = residency_.resident_bytes();
+  stats.peak_unsharded_bytes = residency_.peak_bytes();
+  stats.peak_gradient_buffer_bytes = reducer_->peak_buffer_bytes();
+  return stats;
+}
+
+void ShardedModel::enter_computing() {
+  std::lock_guard lock(mutex_);
+  if (brackets_ == 0) {
+    WithoutAccessHook no_hook;
+    for (const auto& unit : units_)
+      for (const auto& group : unit->groups) group->hold_full();
+    backward_ended_in_bracket_ = false;
+  }
+  ++brackets_;
+}
+
+void ShardedModel::leave_computing() noexcept {
+  std::lock_guard lock(mutex_);
+  if (--brackets_ > 0) return;
+  WithoutAccessHook no_hook;
+  for (const auto& unit : units_)
+    for (const auto& group : unit->groups) group->hold_slices();
+  // With a graph that may still run backward, the units used last stay for it; without one nothing will read them.
+  if (!c10::GradMode::is_enabled() || backward_ended_in_bracket_) residency_.free_all();
+}
+
+void ShardedModel::acquire(const std::vector<Unit*>& wanted) {
+  std::lock_guard lock(mutex_);
+  const bool in_graph_task = torch::autograd::get_current_graph_task_id() >= 0;
+  if (in_graph_task) enter_backward();
+  residency_.acquire(wanted, in_graph_task ? "backward" : "forward");
+}
+
+void ShardedModel::release(const std::vector<Unit*>& pinned) noexcept {
+  std::lock_guard lock(mutex_);
+  residency_.release(pinned);
+}
+
+void ShardedModel::acquire_all() {
+  std::lock_guard lock(mutex_);
+  residency_.acquire(all_units(), "summon_full_params");
+}
+
+void ShardedModel::release_all() noexcept {
+  std::lock_guard lock(mutex_);
+  residency_.release(all_units());
+  residency_.free_all();
+}
+
+std::vector<Unit*> ShardedModel::all_units() const {
+  std::vector<Unit*> units;
+  for (const auto& unit : units_) units.push_back(unit.get());
+  return units;
+}
+
+// The graph must never hold the user's own tensor object, whose content changes. The kernel gets an alias instead: an object of
+// its own on the same storage, with the same version counter. One alias serves until the value changes: with one per access,
+// autograd would sum the gradients of a parameter used twice in another order than the plain run does.
+at::Tensor ShardedModel::alias_of(ShardedParameter& parameter) {
+  std::lock_guard lock(mutex_);
+  const bool grad_mode = c10::GradMode::is_enabled();
+  auto& cached = parameter.aliases[grad_mode];
+  const auto& handle = parameter.handle;
+  const auto version = handle._version();
+  const bool valid = cached.tensor.defined() && cached.version == version && (!grad_mode || cached.tensor.requires_grad() == handle.requires_grad());
+  if (!valid) cached = {at::alias(handle), static_cast<uint32_t>(version)};
+  return cached.tensor;
+}
+
+void ShardedModel::receive_gradient(ShardedParameter& parameter, const at::Tensor& gradient) {
+  std::lock_guard lock(mutex_);
+  enter_backward();
+  c10::AutoGradMode no_grad(false);
+  WithoutAccessHook no_hook;
+  reducer_->receive(parameter, gradient);
+}
+
+void ShardedModel::shard_was_written(Unit& unit) {
+  std::lock_guard lock(mutex_);
+  residency_.free(unit);
+}
+
+void ShardedModel::enter_backward() {
+  if (std::exchange(in_backward_, true)) return;
+  reducer_->begin_backward();
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [guard = std::make_shared<BackwardGuard>(weak_from_this())] { guard->succeeded(); });
+}
+
+void ShardedModel::finish_backward() {
+  std::lock_guard lock(mutex_);
+  in_backward_ = false;
+  c10::AutoGradMode no_grad(false);
+  WithoutAccessHook no_hook;
+  try {
+    reducer_->finish_backward();
+  } catch (...) {
+    reducer_->abandon_backward();
+    residency_.free_all();
+    throw;
+  }
+  backward_ended_in_bracket_ = computing();
+  if (!computing()) residency_.free_all();
+}
+
+void ShardedModel::fail_backward() noexcept {
+  std::lock_guard lock(mutex_);
+  in_backward_ = false;
+  WithoutAccessHook no_hook;
+  reducer_->abandon_backward();
+  if (!computing()) residency_.free_all();
+}
+
+}  // namespace fsdp

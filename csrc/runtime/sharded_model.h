@@ -1,0 +1,82 @@
+// A model whose parameters are sharded: the units, their residency, the reducer, and the steps between handle states.
+//
+// Events, and what they do:
+//   enter_computing / leave_computing   the wrapper's bracket: handles hold the full shape while it is open
+//   acquire / release                   the access hook, around each operator that reads units
+//   receive_gradient                    a gradient sink, once per parameter and graph task
+//   end of backward                     queued in the engine by whichever of the two comes first in a graph task
+//
+// Thread safety: every member takes the model's lock. Waiting for collectives happens under it, so two threads never interleave
+// the collectives of one model.
+#pragma once
+
+#include <fsdp/plan.h>
+#include <fsdp/stats.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "plan/planner.h"
+#include "runtime/counters.h"
+#include "runtime/reducer.h"
+#include "runtime/residency.h"
+#include "runtime/unit.h"
+
+namespace fsdp {
+
+class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
+ public:
+  // Shards the planned tensors: values come from rank 0 (sync_from_rank_0, all ranks must call; buffers too) or from each rank's own tensors.
+  // Throws c10::Error before any parameter changes when one cannot be sharded, naming it.
+  static std::shared_ptr<ShardedModel> shard(PlannedModel planned, std::shared_ptr<comm::Collectives> collectives, bool sync_from_rank_0);
+  ~ShardedModel();
+  ShardedModel(const ShardedModel&) = delete;
+  ShardedModel& operator=(const ShardedModel&) = delete;
+
+  const Plan& plan() const { return plan_; }
+  Stats stats() const;
+  int rank() const { return collectives_.rank(); }
+  int world_size() const { return collectives_.world_size(); }
+  CountedCollectives& collectives() { return collectives_; }
+  const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
+
+  bool computing() const { return brackets_ > 0; }
+  void enter_computing();           // brackets nest
+  void leave_computing() noexcept;
+
+  void acquire(const std::vector<Unit*>& wanted);
+  void release(const std::vector<Unit*>& pinned) noexcept;
+  void acquire_all();
+  void release_all() noexcept;
+
+  // What a kernel gets instead of the user's handle. REQUIRES: computing(), access hook off.
+  at::Tensor alias_of(ShardedParameter& parameter);
+  void receive_gradient(ShardedParameter& parameter, const at::Tensor& gradient);
+  void shard_was_written(Unit& unit);  // what is resident of it is out of date
+
+ private:
+  class BackwardGuard;
+
+  ShardedModel(Plan plan, std::shared_ptr<comm::Collectives> collectives);
+  void build_units(const PlannedModel& planned);
+  void fill_shards(const PlannedModel& planned, bool sync_from_rank_0);
+  void attach_handles();
+  void enter_backward();  // does nothing when one is under way
+  void finish_backward();
+  void fail_backward() noexcept;
+  std::vector<Unit*> all_units() const;
+
+  mutable std::mutex mutex_;
+  Plan plan_;
+  CountedCollectives collectives_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  Residency residency_;
+  std::unique_ptr<Reducer> reducer_;
+  std::atomic<int> brackets_{0};
+  bool in_backward_ = false;
+  bool backward_ended_in_bracket_ = false;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,53 @@
+#include <fsdp/fully_sharded_data_parallel.h>
+
+#include "runtime/grad_norm.h"
+#include "runtime/sharded_model.h"
+#include "wrappers/wrap_model.h"
+
+namespace fsdp {
+
+ComputingBracket::ComputingBracket(std::shared_ptr<ShardedModel> model) : model_(std::move(model)) { model_->enter_computing(); }
+ComputingBracket::~ComputingBracket() { model_->leave_computing(); }
+
+FullParameters::FullParameters(std::shared_ptr<ShardedModel> model) : bracket_(model), model_(std::move(model)) { model_->acquire_all(); }
+FullParameters::~FullParameters() { model_->release_all(); }
+
+FullyShardedBase::FullyShardedBase(std::shared_ptr<torch::nn::Module> module, const ProcessGroup& group, const FsdpOptions& options)
+    : Module("FullyShardedDataParallel") {
+  TORCH_CHECK(module, "rank ", group.rank(), ": FullyShardedDataParallel got no module (an empty holder or a null pointer); construct it first");
+  WrappedModel wrapped = wrap_model(*module, group, options);
+  model_ = std::move(wrapped.model);
+  for (auto& [name, tensor] : wrapped.parameters) parameters_by_name_.insert(std::move(name), std::move(tensor));
+  for (auto& [name, tensor] : wrapped.buffers) buffers_by_name_.insert(std::move(name), std::move(tensor));
+  register_module("module", std::move(module));
+}
+
+FullyShardedBase::~FullyShardedBase() = default;
+
+ClipResult FullyShardedBase::clip_grad_norm_(double max_norm) { return clip_gradients(*model_, max_norm); }
+FullParameters FullyShardedBase::summon_full_params() { return FullParameters(model_); }
+const Plan& FullyShardedBase::plan() const { return model_->plan(); }
+Stats FullyShardedBase::stats() const { return model_->stats(); }
+
+std::vector<at::Tensor> FullyShardedBase::parameters() const { return parameters_by_name_.values(); }
+torch::OrderedDict<std::string, at::Tensor> FullyShardedBase::named_parameters() const { return parameters_by_name_; }
+std::vector<at::Tensor> FullyShardedBase::buffers() const { return buffers_by_name_.values(); }
+torch::OrderedDict<std::string, at::Tensor> FullyShardedBase::named_buffers() const { return buffers_by_name_; }
+
+void FullyShardedBase::to(torch::Device, torch::Dtype, bool) {
+  TORCH_CHECK(false, "FullyShardedDataParallel::to would convert one rank's slices; convert the module before wrapping it");
+}
+void FullyShardedBase::to(torch::Dtype dtype, bool non_blocking) { to(torch::kCPU, dtype, non_blocking); }
+void FullyShardedBase::to(torch::Device device, bool non_blocking) { to(device, torch::kFloat, non_blocking); }
+
+void FullyShardedBase::save(torch::serialize::OutputArchive&) const {
+  TORCH_CHECK(false, "saving a FullyShardedDataParallel would write one rank's slices; copy what you need inside summon_full_params() and save the copies on one rank");
+}
+void FullyShardedBase::load(torch::serialize::InputArchive&) {
+  TORCH_CHECK(false, "loading into a FullyShardedDataParallel would overwrite slices with whole parameters; load into the module before wrapping it");
+}
+std::shared_ptr<torch::nn::Module> FullyShardedBase::clone(const std::optional<torch::Device>&) const {
+  TORCH_CHECK(false, "cloning a FullyShardedDataParallel would copy one rank's slices; clone the module before wrapping it");
+}
+
+}  // namespace fsdp

@@ -1,0 +1,62 @@
+#include "wrappers/plan_agreement.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <map>
+#include <sstream>
+
+#include "plan/planner.h"
+
+namespace fsdp {
+namespace {
+
+std::string hash_of(const std::string& text) {
+  const XXH128_hash_t hash = XXH3_128bits(text.data(), text.size());
+  return fmt::format("{:016x}{:016x}", hash.high64, hash.low64);
+}
+
+std::vector<std::string> split_lines(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  return lines;
+}
+
+// For the first lines in which the texts differ: each variant with the ranks that have it.
+std::string first_differences(const std::vector<std::string>& texts) {
+  constexpr int kShown = 3;
+  std::vector<std::vector<std::string>> by_rank;
+  size_t length = 0;
+  for (const auto& text : texts) {
+    by_rank.push_back(split_lines(text));
+    length = std::max(length, by_rank.back().size());
+  }
+  std::string report;
+  int shown = 0;
+  for (size_t i = 0; i < length && shown < kShown; ++i) {
+    std::map<std::string, std::vector<int>> variants;
+    for (size_t rank = 0; rank < by_rank.size(); ++rank) variants[i < by_rank[rank].size() ? by_rank[rank][i] : "nothing"].push_back(static_cast<int>(rank));
+    if (variants.size() == 1) continue;
+    ++shown;
+    for (const auto& [line, ranks] : variants) report += fmt::format("\n  {} {}: {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(ranks, ", "), line);
+  }
+  return report;
+}
+
+}  // namespace
+
+void agree_on_plan(comm::Collectives& collectives, const Plan& plan) {
+  if (collectives.world_size() == 1) return;
+  const std::string text = fmt::format("{}\n", fmt::join(agreement_lines(plan), "\n"));
+  const auto hashes = collectives.exchange("plan of a model being wrapped", hash_of(text));
+  if (std::all_of(hashes.begin(), hashes.end(), [&](const std::string& hash) { return hash == hashes.front(); })) return;
+  const auto texts = collectives.exchange("differing plans of a model being wrapped", text);
+  TORCH_CHECK(false, "rank ", collectives.rank(), ": the ranks are wrapping different models, or wrap one model differently; build the same module with the same options on every rank. First differences:",
+              first_differences(texts));
+}
+
+}  // namespace fsdp

@@ -1,0 +1,14 @@
+// Do all ranks wrap the same model in the same way?
+#pragma once
+
+#include <fsdp/plan.h>
+
+#include "comm/collectives.h"
+
+namespace fsdp {
+
+// All ranks must call. Throws the same c10::Error on all ranks when their plans differ: who has what, for the first differences.
+// Nothing is communicated at world size 1.
+void agree_on_plan(comm::Collectives& collectives, const Plan& plan);
+
+}  // namespace fsdp

@@ -1,0 +1,30 @@
+#include "wrappers/wrap_model.h"
+
+#include <torch/nn/module.h>
+
+#include "plan/planner.h"
+#include "plan/unit_selection.h"
+#include "wrappers/plan_agreement.h"
+
+namespace fsdp {
+
+WrappedModel wrap_model(const torch::nn::Module& module, const ProcessGroup& group, const FsdpOptions& options,
+                        std::optional<c10::ScalarType> compute_dtype) {
+  TORCH_CHECK(options.sharding_strategy == ShardingStrategy::FULL_SHARD, "unknown sharding strategy ", static_cast<int>(options.sharding_strategy),
+              "; expected ShardingStrategy::FULL_SHARD");
+  const ModuleTree tree = walk_modules(module);
+  const std::string kind = tree.nodes.front().module->name();
+  TORCH_CHECK(!tree.parameters.empty(), "rank ", group.rank(), ": module ", kind,
+              " registers no parameters, so there is nothing to shard. Tensors and submodules held in plain members are invisible to LibTorch: register them "
+              "with register_parameter and register_module");
+  PlannedModel planned = make_plan(tree, select_units(tree, options.auto_wrap_policy), group.world_size(), compute_dtype);
+  agree_on_plan(*group.collectives(), planned.plan);
+
+  WrappedModel wrapped;
+  for (const auto& parameter : tree.parameters) wrapped.parameters.emplace_back(parameter.registrations.front().name, parameter.tensor);
+  for (const auto& buffer : tree.buffers) wrapped.buffers.emplace_back(buffer.name, buffer.tensor);
+  wrapped.model = ShardedModel::shard(std::move(planned), group.collectives(), options.sync_module_states);
+  return wrapped;
+}
+
+}  // namespace fsdp

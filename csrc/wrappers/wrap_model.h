@@ -1,0 +1,31 @@
+// From a user's module to a sharded model: walk, plan, agree, shard. What all wrappers begin with.
+#pragma once
+
+#include <fsdp/options.h>
+#include <fsdp/process_group.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "runtime/sharded_model.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace fsdp {
+
+struct WrappedModel {
+  std::shared_ptr<ShardedModel> model;
+  std::vector<std::pair<std::string, at::Tensor>> parameters;  // each tensor once, under its first name
+  std::vector<std::pair<std::string, at::Tensor>> buffers;
+};
+
+// All ranks must call. compute_dtype: what floating parameters are gathered in; none keeps each one's own. An error leaves the
+// module as it was.
+WrappedModel wrap_model(const torch::nn::Module& module, const ProcessGroup& group, const FsdpOptions& options,
+                        std::optional<c10::ScalarType> compute_dtype = std::nullopt);
+
+}  // namespace fsdp

@@ -1,0 +1,11 @@
+/// Everything of libfsdp. Single headers can be included instead.
+#pragma once
+
+#include <fsdp/clip_result.h>
+#include <fsdp/distributed_sampler.h>
+#include <fsdp/fully_sharded_data_parallel.h>
+#include <fsdp/options.h>
+#include <fsdp/plan.h>
+#include <fsdp/process_group.h>
+#include <fsdp/stats.h>
+#include <fsdp/wrap_policy.h>

@@ -1,0 +1,168 @@
+/// Trains a plain torch::nn::Module with its parameters, gradients and optimizer state spread over the ranks.
+///
+///     Net net;                                                     // unmodified
+///     torch::optim::AdamW optimizer(net->parameters(), 1e-3);      // before or after wrapping
+///     fsdp::FullyShardedDataParallel model(net, group, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1'000'000)});
+///     auto loss = torch::nn::functional::cross_entropy(model(x), y);
+///     loss.backward();
+///     model.clip_grad_norm_(1.0);
+///     optimizer.step();
+///     optimizer.zero_grad();
+///
+/// The module's parameters are replaced in place by this rank's slices. While the wrapper runs the module they have their full
+/// shape and are gathered as they are read; outside, they are slices (1-D, possibly empty), good for optimizers and nothing else.
+///
+/// Thread safety: one thread at a time per model. All ranks must call forward, backward and the members marked so, in the same
+/// order. Errors are c10::Error.
+#pragma once
+
+#include <fsdp/clip_result.h>
+#include <fsdp/export.h>
+#include <fsdp/options.h>
+#include <fsdp/plan.h>
+#include <fsdp/process_group.h>
+#include <fsdp/stats.h>
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <concepts>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace fsdp {
+
+class ShardedModel;
+
+/// While one lives, the model's parameters have their full shape. Brackets nest. What model(x), model-> and call open.
+class FSDP_API ComputingBracket {
+ public:
+  explicit ComputingBracket(std::shared_ptr<ShardedModel> model);
+  ~ComputingBracket();
+  ComputingBracket(const ComputingBracket&) = delete;
+  ComputingBracket& operator=(const ComputingBracket&) = delete;
+
+ private:
+  std::shared_ptr<ShardedModel> model_;
+};
+
+/// While one lives, all parameters of the model are whole and have memory: what summon_full_params returns.
+class [[nodiscard]] FSDP_API FullParameters {
+ public:
+  explicit FullParameters(std::shared_ptr<ShardedModel> model);
+  ~FullParameters();
+  FullParameters(const FullParameters&) = delete;
+  FullParameters& operator=(const FullParameters&) = delete;
+
+ private:
+  ComputingBracket bracket_;
+  std::shared_ptr<ShardedModel> model_;
+};
+
+/// The part of FullyShardedDataParallel that does not depend on the wrapped type.
+class FSDP_API FullyShardedBase : public torch::nn::Module {
+ public:
+  FullyShardedBase(const FullyShardedBase&) = delete;
+  FullyShardedBase& operator=(const FullyShardedBase&) = delete;
+  FullyShardedBase(FullyShardedBase&&) = default;
+  FullyShardedBase& operator=(FullyShardedBase&&) = default;
+  ~FullyShardedBase() override;  ///< not collective; the module's parameters stay slices
+
+  /// Scales all gradients so that their common 2-norm is at most `max_norm`; one all-reduce. All ranks must call, after backward. Every
+  /// element counts once. The coefficient is min(1, max_norm / (norm + 1e-6)), as in torch::nn::utils::clip_grad_norm_. A norm that
+  /// is not finite turns the gradients into NaN on all ranks alike.
+  ClipResult clip_grad_norm_(double max_norm);
+
+  /// Gathers the whole model for as long as the result lives; parameters have their full shape and can be read by operators
+  /// and pointers. Writing to them is an error. All ranks must call. Costs the memory of the unsharded model.
+  FullParameters summon_full_params();
+
+  const Plan& plan() const;  ///< units, groups and where parameters lie
+  Stats stats() const;       ///< collectives so far and memory now
+
+  /// The unwrapped model's, under their original names, each tensor once. Parameters are this rank's slices.
+  std::vector<at::Tensor> parameters() const;
+  torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
+  std::vector<at::Tensor> buffers() const;
+  torch::OrderedDict<std::string, at::Tensor> named_buffers() const;
+
+  /// These would act on one rank's slices: they throw and name what to do.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+  std::shared_ptr<torch::nn::Module> clone(const std::optional<torch::Device>& device = std::nullopt) const override;
+
+ protected:
+  FullyShardedBase(std::shared_ptr<torch::nn::Module> module, const ProcessGroup& group, const FsdpOptions& options);
+  const std::shared_ptr<ShardedModel>& model() const { return model_; }
+
+ private:
+  std::shared_ptr<ShardedModel> model_;
+  torch::OrderedDict<std::string, at::Tensor> parameters_by_name_;
+  torch::OrderedDict<std::string, at::Tensor> buffers_by_name_;
+};
+
+template <std::derived_from<torch::nn::Module> Impl>
+class FullyShardedDataParallel : public FullyShardedBase {
+ public:
+  /// Shards `module`; it must not be wrapped already. All ranks must call, with the same module and options. Values come from rank 0
+  /// unless options say otherwise. Before anything changes, throws when ranks disagree (naming the first differences and who
+  /// has them) and when a parameter cannot be sharded (naming it).
+  FullyShardedDataParallel(std::shared_ptr<Impl> module, const ProcessGroup& group, const FsdpOptions& options = {})
+      : FullyShardedBase(module, group, options), module_(std::move(module)) {}
+  FullyShardedDataParallel(const torch::nn::ModuleHolder<Impl>& holder, const ProcessGroup& group, const FsdpOptions& options = {})
+      : FullyShardedDataParallel(holder.ptr(), group, options) {}
+  /// REQUIRES: `module` outlives the wrapper.
+  FullyShardedDataParallel(Impl& module, const ProcessGroup& group, const FsdpOptions& options = {})
+      : FullyShardedDataParallel(std::shared_ptr<Impl>(&module, [](Impl*) {}), group, options) {}
+
+  /// The module's own forward, with whatever it takes and returns.
+  template <class... Arguments>
+  decltype(auto) forward(Arguments&&... arguments) {
+    ComputingBracket bracket(model());
+    return module_->forward(std::forward<Arguments>(arguments)...);
+  }
+  template <class... Arguments>
+  decltype(auto) operator()(Arguments&&... arguments) {
+    return forward(std::forward<Arguments>(arguments)...);
+  }
+
+  /// model->method(x): any member of the module, with full parameters until the end of the full expression.
+  class Arrow {
+   public:
+    Arrow(std::shared_ptr<ShardedModel> model, Impl& module) : bracket_(std::move(model)), module_(module) {}
+    Impl* operator->() { return &module_; }
+
+   private:
+    ComputingBracket bracket_;
+    Impl& module_;
+  };
+  Arrow operator->() { return Arrow(model(), *module_); }
+
+  /// Runs fn(Impl&) with full parameters and returns what it returns.
+  template <class Function>
+  decltype(auto) call(Function&& function) {
+    ComputingBracket bracket(model());
+    return std::forward<Function>(function)(*module_);
+  }
+
+  /// The module itself, without opening a bracket: its parameters are slices.
+  const std::shared_ptr<Impl>& module() const { return module_; }
+
+ private:
+  std::shared_ptr<Impl> module_;
+};
+
+template <class Holder>
+  requires requires { typename Holder::ContainedType; }
+FullyShardedDataParallel(const Holder&, const ProcessGroup&, FsdpOptions = {}) -> FullyShardedDataParallel<typename Holder::ContainedType>;
+template <class Impl>
+FullyShardedDataParallel(std::shared_ptr<Impl>, const ProcessGroup&, FsdpOptions = {}) -> FullyShardedDataParallel<Impl>;
+template <std::derived_from<torch::nn::Module> Impl>
+FullyShardedDataParallel(Impl&, const ProcessGroup&, FsdpOptions = {}) -> FullyShardedDataParallel<Impl>;
+
+}  // namespace fsdp

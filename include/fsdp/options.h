@@ -1,0 +1,28 @@
+/// How a model is sharded. One aggregate; name what you set, in this order:
+///
+///     fsdp::FullyShardedDataParallel model(net, group, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1'000'000)});
+#pragma once
+
+#include <fsdp/wrap_policy.h>
+
+namespace fsdp {
+
+enum class ShardingStrategy {
+  /// Parameters, gradients and optimizer state are spread over the ranks; a unit is gathered when it is read and freed when room is
+  /// needed, so beside the root unit two units are whole at a time (ZeRO stage 3).
+  FULL_SHARD,
+};
+
+struct FsdpOptions {
+  ShardingStrategy sharding_strategy = ShardingStrategy::FULL_SHARD;
+
+  /// Which modules become units. None: one unit for everything, which is whole during forward and backward. Changes memory and
+  /// speed, never results.
+  WrapPolicy auto_wrap_policy = {};
+
+  /// true: every rank starts from rank 0's parameters and buffers. false: each keeps its own values; they must then be equal
+  /// already, or the ranks' shards belong to different models.
+  bool sync_module_states = true;
+};
+
+}  // namespace fsdp
