@@ -4,8 +4,11 @@
 // dtype on all ranks (Gloo ends the process otherwise, so callers derive sizes from the agreed plan only). Every member except
 // rank(), world_size(), backend() and close() must be called by all ranks, in the same order.
 //
-// A group that failed once stays failed: every later call throws at once and quotes the first error. Errors are c10::Error and
-// name the rank, the operation, the purpose, and the time since it was started.
+// Errors are c10::Error. A wrong argument throws before anything is sent and leaves the group as it was; where only some ranks make
+// that mistake, the others wait for them. Every other error names the rank, the operation, the purpose and the time since it was
+// started, and fails the group: a group that failed once stays failed, every later call throws at once and quotes the first error,
+// and the other ranks learn of it while they wait. After a failure a backend may write to the request's tensors for a short while
+// longer (it holds them): their memory must not be taken from under it before the group is destroyed.
 //
 // Thread safety: one thread at a time.
 #pragma once
@@ -64,7 +67,8 @@ class Collectives : public std::enable_shared_from_this<Collectives> {
   // output (N·n) receives rank i's input (n) at [i·n, (i+1)·n). In place: input may be that very block of output.
   Pending all_gather(at::Tensor output, at::Tensor input, std::string purpose);
 
-  // output (n) receives the sum over ranks of their input (N·n), block [rank·n, (rank+1)·n). The input's content is lost.
+  // output (n) receives the sum over ranks of their input (N·n), block [rank·n, (rank+1)·n). The input's content is lost:
+  // on Gloo, where an all-reduce takes half the time of a reduce-scatter, it is summed up in place.
   // In place: output may be that very block of input.
   Pending reduce_scatter(at::Tensor output, at::Tensor input, std::string purpose);
 
@@ -80,21 +84,29 @@ class Collectives : public std::enable_shared_from_this<Collectives> {
   // calls with another topic is an error on all ranks that names both topics.
   std::vector<std::string> exchange(const std::string& topic, const std::string& text);
 
+  // Empty while the group is healthy.
+  const std::string& first_error() const { return first_error_; }
+
   virtual void close() noexcept = 0;
 
  protected:
   // What an implementation provides. `start` must not block for other ranks.
   virtual std::unique_ptr<Work> start(const Request& request) = 0;
-  virtual std::vector<std::string> exchange_texts(const std::string& text) = 0;
+  // Every rank's message, in rank order. Messages carry the topic of their exchange.
+  virtual std::vector<std::string> exchange_texts(const std::string& message) = 0;
+  static std::string topic_of(const std::string& message);
+  // Called once, with the first error, before it is thrown: the place to tell the other ranks and to let go of connections.
+  virtual void failed(const std::string& /*error*/) noexcept {}
 
  private:
   friend class Pending;
   Pending launch(Request request);
+  void check_healthy(const std::string& description) const;
   // Runs `body`; a failure marks the group failed and is rethrown with rank, description and elapsed time.
   template <class Body>
   auto guarded(const std::string& description, std::chrono::steady_clock::time_point started, Body body);
 
-  std::string first_error_;  // empty while the group is healthy
+  std::string first_error_;
 };
 
 // A group of one process: outputs are copies of inputs, nothing is communicated.

@@ -7,7 +7,8 @@
 //     }
 //
 // The body runs on every rank, in a pool of worker processes that is started once per world size and serves many tests. A failed
-// EXPECT, or any exception, fails the test on the main process with the rank and the text, and the pool is started anew.
+// EXPECT, or any exception, fails the test on the main process with the rank, the text and what the ranks printed, and the pool is
+// started anew; so it is after a body that left the group closed, failed or out of step.
 // Catch2's own assertions belong to the main process: not in bodies.
 #pragma once
 
@@ -43,6 +44,7 @@ struct RankResult {
   int signal = 0;
   bool killed_by_limit = false;
   std::string message;      // what the body threw, or ""
+  std::string output;       // stdout and stderr, the last 8 KB
   double seconds = 0;       // from start of the rank to its end
 };
 
@@ -50,6 +52,13 @@ struct RankResult {
 // rank's; an empty value unsets. Never fails the test by itself. Main process only.
 std::vector<RankResult> run_in_own_processes(int world_size, const std::string& name, std::chrono::seconds limit = std::chrono::seconds(60),
                                              const std::vector<std::pair<std::string, std::string>>& environment = {});
+
+// In `environment`, {kWithoutGroup, "1"} has the ranks join nothing: their bodies get a group of one process, and may call
+// init_process_group themselves.
+inline constexpr const char* kWithoutGroup = "FSDP_TEST_WITHOUT_GROUP";
+
+// Ends all workers. Main process only, after the last test.
+void end_pools();
 
 // Runs f and returns the text of the exception it throws (without LibTorch's backtrace); fails the rank if it throws nothing.
 std::string error_of(const std::function<void()>& f);

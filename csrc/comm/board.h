@@ -1,0 +1,68 @@
+// The board: the key-value store through which ranks find each other and tell each other of failures, with a limit on every call.
+//
+// c10d's store does the work. Its calls block without limit when the host of the store was stopped, and more than one thread gets in
+// each other's way, so all of them run on one thread of the board's own.
+//
+// Every call throws c10::Error when the store does not answer within kAnswer or is gone; from then on lost() is true and every call
+// throws at once.
+#pragma once
+
+#include "comm/bounded_thread.h"
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <cstdint>
+#include <future>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace c10d {
+class Store;
+}
+
+namespace fsdp::comm {
+
+// A store served by this process, until the last reference is gone.
+class HostedStore;
+
+class Board {
+ public:
+  static constexpr std::chrono::milliseconds kAnswer{5000};
+
+  // Connects to the store at this numeric address. All keys get `prefix`.
+  Board(const std::string& address, uint16_t port, std::string prefix);
+  ~Board();
+
+  void set(const std::string& key, const std::string& text);
+  std::optional<std::string> read(const std::string& key);  // nothing where the key does not exist
+  std::vector<std::string> read_all(const std::vector<std::string>& keys);  // REQUIRES: all exist (else it blocks until kAnswer)
+  int64_t add(const std::string& key, int64_t amount);      // returns the sum
+  void remove(const std::string& key);
+
+  // read() that does not wait: for those who wait for something else meanwhile. Throws nothing; get() of the result may.
+  std::future<std::optional<std::string>> start_read(const std::string& key);
+
+  bool lost() const { return !loss_.empty(); }
+
+  // Another connection to the same store, for c10d's own use. Blocks as the store does: call it on a BoundedThread.
+  c10::intrusive_ptr<c10d::Store> connection(const std::string& prefix) const;
+
+ private:
+  template <class F>
+  auto call(F f);
+
+  const std::string address_;
+  const uint16_t port_;
+  const std::string prefix_;
+  std::shared_ptr<c10::intrusive_ptr<c10d::Store>> store_;  // filled and used on thread_ only
+  std::string loss_;                                        // why the store is lost, or ""
+  BoundedThread thread_;
+};
+
+// Serves a store on a socket that listens on `address`:`port`; takes the socket over.
+std::shared_ptr<HostedStore> host_store(const std::string& address, uint16_t port, int listening_fd);
+
+}  // namespace fsdp::comm

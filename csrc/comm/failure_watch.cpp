@@ -1,0 +1,102 @@
+#include "comm/failure_watch.h"
+
+#include <c10/util/Exception.h>
+
+#include <fstream>
+#include <thread>
+#include <utility>
+
+namespace fsdp::comm {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr const char* kNote = "failed";
+constexpr milliseconds kGlance{2};       // what a look may wait for its answer, which takes a tenth of a millisecond as a rule
+constexpr milliseconds kGrace{1000};
+constexpr milliseconds kYoung{10'000};
+constexpr milliseconds kBetweenLooks{50};
+constexpr milliseconds kDying{100};      // a killed process loses its connections before it is seen to be gone
+
+// Gone, or ended and not yet waited for by its parent.
+bool is_gone(int64_t pid) {
+  std::string line;
+  std::getline(std::ifstream(c10::str("/proc/", pid, "/stat")), line);
+  const size_t name_end = line.rfind(')');  // "123 (name) S ..."; the name may hold anything
+  if (name_end == std::string::npos || name_end + 2 >= line.size()) return true;
+  const char state = line[name_end + 2];
+  return state == 'Z' || state == 'X';
+}
+
+}  // namespace
+
+FailureWatch::FailureWatch(std::unique_ptr<Board> board, std::vector<Member> members, int rank)
+    : board_(std::move(board)), members_(std::move(members)), rank_(rank) {}
+
+void FailureWatch::look() {
+  TORCH_CHECK(board_, "the group has been closed");
+  if (lost_since_) {
+    TORCH_CHECK(Clock::now() - *lost_since_ < kGrace, loss_, gone_members());
+    return;
+  }
+  if (!answer_.valid()) answer_ = board_->start_read(kNote);
+  if (answer_.wait_for(kGlance) != std::future_status::ready) return;
+  std::optional<std::string> note;
+  try {
+    note = answer_.get();
+  } catch (const std::exception&) {
+    lost_since_ = Clock::now();
+    loss_ = "the store through which ranks report failures is gone, and so is the process that served it";
+    return;
+  }
+  TORCH_CHECK(!note, *note);
+}
+
+void FailureWatch::look_while_young() {
+  const auto now = Clock::now();
+  if (!board_ || lost_since_ || board_->lost() || now - born_ >= kYoung || now - looked_ < kBetweenLooks) return;
+  looked_ = now;
+  std::optional<std::string> found;
+  try {
+    found = board_->read(kContradictionKey);
+  } catch (const c10::Error&) {
+    return;  // whoever waits will see it
+  }
+  TORCH_CHECK(!found, "a process came that contradicts the group; ", *found);
+}
+
+std::string FailureWatch::explain() {
+  std::string result = gone_members();
+  try {
+    if (board_ && !lost_since_)
+      if (const auto note = board_->read(kNote)) result += c10::str("; before that, ", *note);
+  } catch (const c10::Error&) {
+  }
+  return result;
+}
+
+std::string FailureWatch::gone_members() const {
+  const auto until = Clock::now() + kDying;
+  std::string result;
+  while (true) {
+    for (const Member& member : members_)
+      if (member.loopback == members_[rank_].loopback && is_gone(member.pid)) result += (result.empty() ? "; gone: " : ", ") + member.to_string();
+    if (!result.empty() || Clock::now() >= until) return result;
+    std::this_thread::sleep_for(milliseconds(5));
+  }
+}
+
+void FailureWatch::report(const std::string& error) noexcept {
+  try {
+    if (!board_ || lost_since_ || board_->lost()) return;
+    // The first failure is the one that the others should read of, not what followed from it.
+    if (board_->add("failures", 1) == 1) board_->set(kNote, error);
+  } catch (const std::exception&) {
+  }
+}
+
+void FailureWatch::stop() noexcept { board_.reset(); }
+
+}  // namespace fsdp::comm

@@ -1,0 +1,94 @@
+#include "comm/sockets.h"
+
+#include <c10/util/Exception.h>
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <memory>
+#include <utility>
+
+namespace fsdp::comm {
+
+namespace {
+
+using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+
+AddressList look_up(const std::string& host, const std::string& port, int flags) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags;
+  addrinfo* list = nullptr;
+  const int error = getaddrinfo(host.c_str(), port.empty() ? nullptr : port.c_str(), &hints, &list);
+  TORCH_CHECK(error == 0, "host '", host, "' cannot be resolved: ", gai_strerror(error));
+  return AddressList(list, freeaddrinfo);
+}
+
+std::string numeric(const sockaddr* address, socklen_t length) {
+  char text[NI_MAXHOST];
+  const int error = getnameinfo(address, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
+  TORCH_CHECK(error == 0, "an address has no numeric form: ", gai_strerror(error));
+  return text;
+}
+
+}  // namespace
+
+Socket& Socket::operator=(Socket&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
+Socket::~Socket() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+int Socket::release() { return std::exchange(fd_, -1); }
+
+std::vector<std::string> resolve(const std::string& host) {
+  std::vector<std::string> result;
+  const AddressList list = look_up(host, "", 0);
+  for (const addrinfo* entry = list.get(); entry; entry = entry->ai_next) result.push_back(numeric(entry->ai_addr, entry->ai_addrlen));
+  return result;
+}
+
+Attempt listen_on(const std::string& address, uint16_t port) {
+  const AddressList list = look_up(address, std::to_string(port), AI_NUMERICHOST | AI_NUMERICSERV);
+  Socket socket(::socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int on = 1;
+  // REUSEADDR: connections of an earlier group on this port may still be dying (TIME_WAIT).
+  if (socket.fd() < 0 || setsockopt(socket.fd(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
+      bind(socket.fd(), list->ai_addr, list->ai_addrlen) != 0 || listen(socket.fd(), SOMAXCONN) != 0)
+    return {Socket(), errno};
+  return {std::move(socket), 0};
+}
+
+Attempt connect_to(const std::string& address, uint16_t port, std::chrono::milliseconds limit) {
+  const AddressList list = look_up(address, std::to_string(port), AI_NUMERICHOST | AI_NUMERICSERV);
+  Socket socket(::socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (socket.fd() < 0) return {Socket(), errno};
+  if (connect(socket.fd(), list->ai_addr, list->ai_addrlen) != 0) {
+    if (errno != EINPROGRESS) return {Socket(), errno};
+    pollfd waiting{socket.fd(), POLLOUT, 0};
+    if (poll(&waiting, 1, static_cast<int>(limit.count())) != 1) return {Socket(), ETIMEDOUT};
+    int error = 0;
+    socklen_t size = sizeof error;
+    getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error != 0) return {Socket(), error};
+  }
+  return {std::move(socket), 0};
+}
+
+std::string local_address(const Socket& socket) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof address;
+  const int error = getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&address), &length);
+  TORCH_CHECK(error == 0, "a connection without a local address");
+  return numeric(reinterpret_cast<const sockaddr*>(&address), length);
+}
+
+}  // namespace fsdp::comm
