@@ -6,6 +6,7 @@ by changing a line: C++20 set first (LibTorch's own package fails there when it 
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -106,9 +107,12 @@ def outside(o, way, cxx20, build_it):
     need("libtorch_cuda" not in needed and "libcudart" not in needed, "nothing of CUDA is linked")
     alone = run(program, env=plain_environment())
     both = run("bash", f"{o.source}/scripts/launch", "-n", "2", program, env=plain_environment())
-    need(alone.strip(), "the program says something")
-    for rank in ("[0] ", "[1] "):
-        need(any(line.startswith(rank) for line in both.splitlines()), f"a line of rank {rank}")
+    for said in (losses(alone, ""), losses(both, r"\[0\] "), losses(both, r"\[1\] ")):
+        need(len(said) == 4 and said[-1] < 0.1 < said[0], f"the program learns: {said}")
+
+
+def losses(output, prefix):
+    return [float(value) for value in re.findall(rf"^{prefix}step \d+: loss ([\d.]+)$", output, re.MULTILINE)]
 
 
 def write_if_changed(path, text):
