@@ -1,27 +1,16 @@
 #include "data/stream.h"
+#include "support/ranks.h"
 
 #include <torch/serialize.h>
 #include <catch2/matchers/catch_matchers_string.hpp>
 
 #include <limits>
+#include <sstream>
 
 using Catch::Matchers::ContainsSubstring;
 using fsdp::DistributedSampler;
+using fsdp::testing::error_of;
 using fsdp::testing::Indices;
-
-namespace {
-
-template <class Mistake>
-std::string error_of(Mistake mistake) {
-  try {
-    mistake();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
-
-}  // namespace
 
 TEST_CASE("a sampler refuses a world that cannot be", "[data][quick]") {
   CHECK_THAT(error_of([] { DistributedSampler(0, 0, 1); }), ContainsSubstring("samples, got 0. Check that the dataset was loaded"));

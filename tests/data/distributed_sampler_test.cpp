@@ -3,6 +3,7 @@
 #include <torch/serialize.h>
 
 #include <algorithm>
+#include <sstream>
 
 using fsdp::DistributedSampler;
 using fsdp::testing::append;

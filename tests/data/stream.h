@@ -7,8 +7,6 @@
 
 #include <cstddef>
 #include <optional>
-#include <sstream>
-#include <string>
 #include <vector>
 
 namespace fsdp::testing {
