@@ -106,7 +106,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 int main(int argc, char** argv) try {
   CLI::App app("Trains a convolutional network on handwritten digits, sharded over the ranks it is started on.");
   std::string data = ".deps/data/mnist_5k.csv";
-  int epochs = 6;
+  int epochs = 5;
   double required = 0, max_seconds = 600;
   app.add_option("--data", data, "the file that scripts/fetch-digits brings")->capture_default_str();
   app.add_option("--epochs", epochs, "times that each image is trained on")->capture_default_str()->check(CLI::Range(1, 1000));
