@@ -47,28 +47,50 @@ std::shared_ptr<HostedStore> host_store(const std::string& address, uint16_t por
   return hosted;
 }
 
+struct Board::Connection {
+  c10::intrusive_ptr<c10d::Store> store;
+  // c10d prints a page on each use of a connection that has failed: once is enough.
+  bool failed = false;
+};
+
 Board::Board(const std::string& address, uint16_t port, std::string prefix)
-    : address_(address), port_(port), prefix_(std::move(prefix)), store_(std::make_shared<c10::intrusive_ptr<c10d::Store>>()) {
-  thread_.run(kAnswer, c10::str("what listens at ", address, " port ", port), [store = store_, prefix = prefix_, address, port] {
-    *store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect(address, port));
+    : address_(address), port_(port), prefix_(std::move(prefix)), connection_(std::make_shared<Connection>()) {
+  thread_.run(kAnswer, c10::str("what listens at ", address, " port ", port), [connection = connection_, prefix = prefix_, address, port] {
+    connection->store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect(address, port));
   });
 }
 
 // The connection is closed on the thread, in turn: a call under way keeps its store.
 Board::~Board() {
-  thread_.start([store = std::move(store_)] { store->reset(); });
+  thread_.start([connection = std::move(connection_)] { connection->store.reset(); });
+}
+
+template <class F>
+auto Board::start(F f) {
+  return thread_.start([connection = connection_, f = std::move(f)] {
+    TORCH_CHECK(!connection->failed, "its connection has failed");
+    try {
+      return f(*connection->store);
+    } catch (const std::exception&) {
+      connection->failed = true;
+      throw;
+    }
+  });
 }
 
 template <class F>
 auto Board::call(F f) {
   TORCH_CHECK(!lost(), loss_);
   const std::string what = c10::str("the store at ", address_, " port ", port_);
+  auto answer = start(std::move(f));
+  if (answer.wait_for(kAnswer) != std::future_status::ready) {
+    loss_ = c10::str(what, " did not answer within ", kAnswer.count() / 1000.0, " s");
+    TORCH_CHECK(false, loss_);
+  }
   try {
-    return thread_.run(kAnswer, what, [store = store_, f = std::move(f)] { return f(**store); });
+    return answer.get();
   } catch (const c10::Error& error) {
-    // What c10d says about it (a failed receive) begins with "Failed to recv"; the reader wants to know whose.
-    const std::string reason = error.what_without_backtrace();
-    loss_ = reason.starts_with(what) ? reason : c10::str(what, " is gone: ", reason);
+    loss_ = c10::str(what, " is gone: ", error.what_without_backtrace());
     TORCH_CHECK(false, loss_);
   }
 }
@@ -98,7 +120,13 @@ void Board::remove(const std::string& key) {
 }
 
 std::future<std::optional<std::string>> Board::start_read(const std::string& key) {
-  return thread_.start([store = store_, key] { return read_if_there(**store, key); });
+  return start([key](c10d::Store& store) { return read_if_there(store, key); });
+}
+
+std::future<void> Board::start_set_once(const std::string& key, const std::string& value) {
+  return start([key, value](c10d::Store& store) {
+    if (store.add(key + "/writers", 1) == 1) store.set(key, bytes(value));
+  });
 }
 
 c10::intrusive_ptr<c10d::Store> Board::connection(const std::string& prefix) const {

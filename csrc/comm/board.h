@@ -42,8 +42,9 @@ class Board {
   int64_t add(const std::string& key, int64_t amount);      // returns the sum
   void remove(const std::string& key);
 
-  // read() that does not wait: for those who wait for something else meanwhile. Throws nothing; get() of the result may.
+  // Without waiting for the answer, for those who have no time, or something else to wait for. Throw nothing; get() of the result may.
   std::future<std::optional<std::string>> start_read(const std::string& key);
+  std::future<void> start_set_once(const std::string& key, const std::string& text);  // of several processes, the first one's stays
 
   bool lost() const { return !loss_.empty(); }
 
@@ -51,14 +52,17 @@ class Board {
   c10::intrusive_ptr<c10d::Store> connection(const std::string& prefix) const;
 
  private:
+  struct Connection;
+  template <class F>
+  auto start(F f);
   template <class F>
   auto call(F f);
 
   const std::string address_;
   const uint16_t port_;
   const std::string prefix_;
-  std::shared_ptr<c10::intrusive_ptr<c10d::Store>> store_;  // filled and used on thread_ only
-  std::string loss_;                                        // why the store is lost, or ""
+  std::shared_ptr<Connection> connection_;  // used on thread_ only
+  std::string loss_;                        // why the store is lost, or ""
   BoundedThread thread_;
 };
 

@@ -19,15 +19,19 @@ constexpr milliseconds kGrace{1000};
 constexpr milliseconds kYoung{10'000};
 constexpr milliseconds kBetweenLooks{50};
 constexpr milliseconds kDying{100};      // a killed process loses its connections before it is seen to be gone
+constexpr milliseconds kReport{500};
 
-// Gone, or ended and not yet waited for by its parent.
-bool is_gone(int64_t pid) {
+// "gone" (also one that has ended and is not yet waited for by its parent), "stopped", or "".
+std::string trouble_of(int64_t pid) {
   std::string line;
   std::getline(std::ifstream(c10::str("/proc/", pid, "/stat")), line);
   const size_t name_end = line.rfind(')');  // "123 (name) S ..."; the name may hold anything
-  if (name_end == std::string::npos || name_end + 2 >= line.size()) return true;
-  const char state = line[name_end + 2];
-  return state == 'Z' || state == 'X';
+  if (name_end == std::string::npos || name_end + 2 >= line.size()) return "gone";
+  switch (line[name_end + 2]) {
+    case 'Z': case 'X': return "gone";
+    case 'T': case 't': return "stopped";
+    default: return "";
+  }
 }
 
 }  // namespace
@@ -38,7 +42,7 @@ FailureWatch::FailureWatch(std::unique_ptr<Board> board, std::vector<Member> mem
 void FailureWatch::look() {
   TORCH_CHECK(board_, "the group has been closed");
   if (lost_since_) {
-    TORCH_CHECK(Clock::now() - *lost_since_ < kGrace, loss_, gone_members());
+    TORCH_CHECK(Clock::now() - *lost_since_ < kGrace, loss_, troubles());
     return;
   }
   if (!answer_.valid()) answer_ = board_->start_read(kNote);
@@ -68,31 +72,38 @@ void FailureWatch::look_while_young() {
 }
 
 std::string FailureWatch::explain() {
-  std::string result = gone_members();
+  const auto until = Clock::now() + kDying;
+  std::string result = troubles();
+  while (result.empty() && Clock::now() < until) {
+    std::this_thread::sleep_for(milliseconds(5));
+    result = troubles();
+  }
   try {
-    if (board_ && !lost_since_)
-      if (const auto note = board_->read(kNote)) result += c10::str("; before that, ", *note);
-  } catch (const c10::Error&) {
+    if (board_ && !lost_since_) {
+      auto note = board_->start_read(kNote);
+      if (note.wait_for(kReport) == std::future_status::ready)
+        if (const auto text = note.get()) result += "; before that, " + *text;
+    }
+  } catch (const std::exception&) {  // the board is gone as well
   }
   return result;
 }
 
-std::string FailureWatch::gone_members() const {
-  const auto until = Clock::now() + kDying;
+std::string FailureWatch::troubles() const {
   std::string result;
-  while (true) {
-    for (const Member& member : members_)
-      if (member.loopback == members_[rank_].loopback && is_gone(member.pid)) result += (result.empty() ? "; gone: " : ", ") + member.to_string();
-    if (!result.empty() || Clock::now() >= until) return result;
-    std::this_thread::sleep_for(milliseconds(5));
+  for (const Member& member : members_) {
+    if (member.loopback != members_[rank_].loopback) continue;
+    const std::string trouble = trouble_of(member.pid);
+    if (!trouble.empty()) result += "; " + trouble + ": " + member.to_string();
   }
+  return result;
 }
 
 void FailureWatch::report(const std::string& error) noexcept {
   try {
     if (!board_ || lost_since_ || board_->lost()) return;
     // The first failure is the one that the others should read of, not what followed from it.
-    if (board_->add("failures", 1) == 1) board_->set(kNote, error);
+    board_->start_set_once(kNote, error).wait_for(kReport);
   } catch (const std::exception&) {
   }
 }

@@ -33,7 +33,8 @@ class FailureWatch {
   // ones are a mistake made elsewhere, and no reason to end a group that works.
   void look_while_young();
 
-  // What is known about the cause of an error here, to be appended to its text: members on this host that are gone, and the note.
+  // What is known about the cause of an error here, to be appended to its text: members on this host that are gone
+  // or stopped, and the note of another rank.
   std::string explain();
 
   // Leaves a note unless there is one. A best effort.
@@ -42,7 +43,7 @@ class FailureWatch {
   void stop() noexcept;
 
  private:
-  std::string gone_members() const;
+  std::string troubles() const;
 
   std::unique_ptr<Board> board_;
   const std::vector<Member> members_;

@@ -26,9 +26,13 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 constexpr milliseconds kSlice{20};
 constexpr milliseconds kEnd{1000};
 
+// What went wrong, without the place in Gloo's source that its messages begin with: "[.../gloo/transport/tcp/pair.cc:547] Connection ...".
 std::string reason_of(const std::exception& error) {
   const auto* named = dynamic_cast<const c10::Error*>(&error);
-  return named ? named->what_without_backtrace() : error.what();
+  std::string text = named ? named->what_without_backtrace() : error.what();
+  const size_t end = text.find("] ");
+  if (text.starts_with("[") && end != std::string::npos && text.substr(0, end).find("/gloo/") != std::string::npos) text.erase(0, end + 2);
+  return text;
 }
 
 // Completion of a c10d operation as something one can wait for without the exception that Work::wait(timeout) throws each time.
@@ -65,7 +69,7 @@ class GlooWork final : public Work {
   void wait() override {
     while (!completion_.wait_for(kSlice)) {
       watch_->look();
-      TORCH_CHECK(Clock::now() - started_ < timeout_, "timed out: not all ranks took part within ", timeout_.count() / 1000.0, " s");
+      TORCH_CHECK(Clock::now() - started_ < timeout_, "timed out: not all ranks took part within ", timeout_.count() / 1000.0, " s", watch_->explain());
     }
     try {
       work_->wait();

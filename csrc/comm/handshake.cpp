@@ -111,29 +111,36 @@ struct Handshake {
     }
   }
 
-  // The store ends with this process: stay until everybody who came, or is still to come, has read why. A best effort.
-  void linger() {
+  // The store ends with this process: stay until everybody who came, and `expected` processes in all, have read why. A best effort.
+  void linger(int64_t expected) {
     try {
       board.add("left", 1);
-      int expected = self.world_size;
-      for (const Member& member : members) expected = std::max(expected, member.world_size);
       const auto until = Clock::now() + kLinger;
-      while (hosting && Clock::now() < until && board.add("left", 0) < std::max<int64_t>(expected, board.add("arrivals", 0)))
+      while (hosting && Clock::now() < until && board.add("left", 0) < std::max(expected, board.add("arrivals", 0)))
         std::this_thread::sleep_for(kPoll);
     } catch (const c10::Error&) {
     }
   }
 
-  [[noreturn]] void give_up(const std::string& key, const std::string& reason) {
+  [[noreturn]] void give_up(const std::string& key, const std::string& reason, int64_t expected) {
     board.set(key, c10::str(self.to_string(), ": ", reason));
-    linger();
+    linger(expected);
     TORCH_CHECK(false, reason);
   }
+
+  // Those who contradict each other were started together, as a rule: the rest is about to come.
+  int64_t most_expected() const {
+    int most = 0;
+    for (const Member& member : members) most = std::max(most, member.world_size);
+    return most;
+  }
+
+  double elapsed() const { return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - started).count() / 1000.0; }
 
   std::string timeout_message() const {
     const std::vector<int> missing = ranks_missing(members, self.world_size);
     std::ostringstream out;
-    out << "rendezvous timed out after " << limit.count() / 1000.0 << " s: " << self.world_size - missing.size() << " of " << self.world_size
+    out << "rendezvous timed out after " << elapsed() << " s: " << self.world_size - missing.size() << " of " << self.world_size
         << " ranks came; missing: ";
     for (size_t i = 0; i < std::min(missing.size(), kNamed); ++i) out << (i ? ", " : "") << "rank " << missing[i];
     if (missing.size() > kNamed) out << " and " << missing.size() - kNamed << " more";
@@ -145,13 +152,13 @@ struct Handshake {
     while (true) {
       read_arrivals();
       if (const std::string found = contradiction(members); !found.empty())
-        give_up(kContradictionKey, c10::str("the processes cannot form a group: ", found));
+        give_up(kContradictionKey, c10::str("the processes cannot form a group: ", found), most_expected());
       if (static_cast<int>(members.size()) == self.world_size) break;
       if (const auto note = board.read("gave_up")) {
-        linger();
+        linger(0);
         TORCH_CHECK(false, "rendezvous was given up by ", *note);
       }
-      if (Clock::now() - started >= limit) give_up("gave_up", timeout_message());
+      if (Clock::now() - started >= limit) give_up("gave_up", timeout_message(), 0);
       std::this_thread::sleep_for(kPoll);
     }
     std::sort(members.begin(), members.end(), [](const Member& a, const Member& b) { return a.rank < b.rank; });

@@ -1,4 +1,4 @@
-#include "fsdp/process_group.h"
+#include <fsdp/process_group.h>
 
 #include "comm/collectives.h"
 #include "comm/environment.h"

@@ -57,8 +57,11 @@ class FSDP_API ProcessGroup {
 /// Joins the group that the environment describes. All ranks must call, with equal options.
 ///
 /// * None of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set: a group of this one process.
-/// * Set as by torchrun: RANK, WORLD_SIZE, LOCAL_RANK (optional), MASTER_ADDR, MASTER_PORT. Rank 0 listens on MASTER_ADDR only,
-///   or joins torchrun's own store where TORCHELASTIC_USE_AGENT_STORE says so.
+/// * Set as by torchrun: RANK, WORLD_SIZE, LOCAL_RANK (optional), MASTER_ADDR, MASTER_PORT. Rank 0 listens there, on MASTER_ADDR
+///   only, or joins torchrun's own store where TORCHELASTIC_USE_AGENT_STORE says so. Where all ranks are on one host, they talk over
+///   loopback. WORLD_SIZE=1 is a group of this one process; nothing is opened.
+///
+/// May be called again, in the same order on all ranks, for further groups.
 ///
 /// Throws c10::Error before anything is opened when a variable is missing, not a number or out of range (naming it and its
 /// value); on all ranks when two processes claim one rank, or world sizes, library or torch versions differ (naming who); and

@@ -47,6 +47,11 @@ class Pool {
     for (auto& worker : workers_) worker->ask_to_leave();  // all of them, before the first is waited for
   }
 
+  // What is left of a pool after a failure has nothing to say.
+  void kill() {
+    for (auto& worker : workers_) worker->kill();
+  }
+
   // "" or what went wrong, rank by rank.
   std::string start() { return expect({"ready"}, Clock::now() + kStart) ? "" : story("did not start"); }
 
@@ -131,7 +136,7 @@ RankBody find_body(const std::string& name) {
   return place->second;
 }
 
-void run_on_pool(int world_size, const std::string& name, seconds limit) {
+std::string problem_on_pool(int world_size, const std::string& name, seconds limit) {
   std::unique_ptr<Pool>& pool = pools()[world_size];
   std::string problem;
   if (!pool) {
@@ -139,7 +144,13 @@ void run_on_pool(int world_size, const std::string& name, seconds limit) {
     problem = pool->start();
   }
   if (problem.empty()) problem = pool->run(name, limit);
+  if (!problem.empty()) pool->kill();
   if (!problem.empty() || !pool->in_step()) pool.reset();
+  return problem;
+}
+
+void run_on_pool(int world_size, const std::string& name, seconds limit) {
+  const std::string problem = problem_on_pool(world_size, name, limit);
   if (!problem.empty()) FAIL("'" << name << "' on " << world_size << " ranks: " << problem);
   SUCCEED();
 }

@@ -36,6 +36,9 @@ struct RegisterRankBody {
 // time limit passes. Main process only.
 void run_on_pool(int world_size, const std::string& name, std::chrono::seconds limit = std::chrono::seconds(60));
 
+// The same for a test that wants to know: "" or what went wrong, rank by rank.
+std::string problem_on_pool(int world_size, const std::string& name, std::chrono::seconds limit);
+
 // How one rank of its own process ended.
 struct RankResult {
   int rank = 0;
