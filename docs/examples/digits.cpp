@@ -164,7 +164,7 @@ int main(int argc, char** argv) try {
     std::printf("  parameters              %15.2f   %11.2f\n", double(stats.shard_bytes) / mb, plain);
     std::printf("  gradients               %15.2f   %11.2f\n", double(stats.gradient_bytes) / mb, plain);
     std::printf("  moments of AdamW        %15.2f   %11.2f\n", double(moment_bytes(optimizer)) / mb, 2 * plain);
-    std::printf("  whole units, at most    %15.2f   %11s\n", double(stats.peak_unsharded_bytes) / mb, "-");
+    std::printf("  unsharded, at most      %15.2f   %11s\n", double(stats.peak_unsharded_bytes) / mb, "-");
     std::printf("\n%ld steps in %.1f s; %.1f %% of the held-out images recognised\n", step, seconds_since(start), 100 * share);
   }
   group.close();
