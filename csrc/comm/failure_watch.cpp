@@ -71,6 +71,11 @@ void FailureWatch::look_while_young() {
   TORCH_CHECK(!found, "a process came that contradicts the group; ", *found);
 }
 
+void FailureWatch::look_for_members() const {
+  for (const Member& member : members_)
+    if (member.loopback == members_[rank_].loopback) TORCH_CHECK(trouble_of(member.pid) != "gone", member.to_string(), " is gone");
+}
+
 std::string FailureWatch::explain() {
   const auto until = Clock::now() + kDying;
   std::string result = troubles();

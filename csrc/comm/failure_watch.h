@@ -33,6 +33,9 @@ class FailureWatch {
   // ones are a mistake made elsewhere, and no reason to end a group that works.
   void look_while_young();
 
+  // Throws when a member on this host is gone: for waits that nobody would end, since no connection to it exists yet.
+  void look_for_members() const;
+
   // What is known about the cause of an error here, to be appended to its text: members on this host that are gone
   // or stopped, and the note of another rank.
   std::string explain();

@@ -140,18 +140,19 @@ class Gloo final : public Collectives {
 
   // Texts travel over the board, since Gloo ends the process when sizes differ. The barrier says when all are there, and fails when
   // a rank is gone, which the board would not tell.
-  std::vector<std::string> exchange_texts(const std::string& text) override {
+  std::vector<std::string> exchange_texts(const std::string& message) override {
     TORCH_CHECK(group_, "the group has been closed");
     watch_->look_while_young();
-    Board& board = watch_->board();
-    const std::string topic = c10::str("exchange/", exchanges_, "/");
-    board.set(topic + std::to_string(rank_), text);
+    const auto key = [](int64_t exchange, int rank) { return c10::str("exchange/", exchange, "/", rank); };
+    with_board([&](Board& board) { board.set(key(exchanges_, rank_), message); });
     work(group_->barrier())->wait();
-    std::vector<std::string> keys;
-    for (int other = 0; other < world_size_; ++other) keys.push_back(topic + std::to_string(other));
-    auto texts = board.read_all(keys);
-    // Everybody has passed the barrier of this exchange, so has read the one before.
-    if (exchanges_ > 0) board.remove(c10::str("exchange/", exchanges_ - 1, "/", rank_));
+    std::vector<std::string> keys, texts;
+    for (int other = 0; other < world_size_; ++other) keys.push_back(key(exchanges_, other));
+    with_board([&](Board& board) {
+      texts = board.read_all(keys);
+      // Everybody has passed the barrier of this exchange, so has read the one before.
+      if (exchanges_ > 0) board.remove(key(exchanges_ - 1, rank_));
+    });
     ++exchanges_;
     return texts;
   }
@@ -175,6 +176,7 @@ class Gloo final : public Collectives {
     try {
       while (made.wait_for(kSlice) != std::future_status::ready) {
         watch_->look();
+        watch_->look_for_members();
         TORCH_CHECK(Clock::now() - started < limit, "not connected within ", limit.count() / 1000.0, " s");
       }
       group_ = made.get();
@@ -183,6 +185,15 @@ class Gloo final : public Collectives {
           c10::str("rank ", rank_, " of ", world_size_, ": connecting to the other ranks failed: ", reason_of(error), watch_->explain());
       watch_->report(text);
       TORCH_CHECK(false, text);
+    }
+  }
+
+  template <class Use>
+  void with_board(Use use) {
+    try {
+      use(watch_->board());
+    } catch (const c10::Error& error) {
+      TORCH_CHECK(false, reason_of(error), watch_->explain());
     }
   }
 

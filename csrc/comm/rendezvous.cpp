@@ -62,7 +62,12 @@ class Search {
   }
 
  private:
-  Place& place() { return places().known[{environment_.master_addr, environment_.master_port}]; }
+  // What `look` finds out, or changes, about this place.
+  template <class Look>
+  auto at_place(Look look) const {
+    const std::lock_guard lock(places().mutex);
+    return look(places().known[{environment_.master_addr, environment_.master_port}]);
+  }
 
   milliseconds left() const { return std::max(limit_ - since(started_), milliseconds(1)); }
 
@@ -78,11 +83,9 @@ class Search {
   // A board on the store, served by this process or another; nothing where there is none yet.
   std::optional<Meeting> find_store() {
     Meeting meeting;
-    {
-      const std::lock_guard lock(places().mutex);
-      meeting.hosted = place().hosted.lock();
-      if (meeting.hosted) return connect(std::move(meeting), place().address);
-    }
+    const Place place = at_place([](const Place& here) { return here; });
+    meeting.hosted = place.hosted.lock();
+    if (meeting.hosted) return connect(std::move(meeting), place.address);
     const bool may_serve = !environment_.agent_store && (environment_.rank == 0 || since(started_) >= kBeforeStandingIn);
     for (const std::string& address : addresses_) {
       if (may_serve && serve(meeting, address)) return connect(std::move(meeting), address);
@@ -94,10 +97,11 @@ class Search {
   bool serve(Meeting& meeting, const std::string& address) {
     Attempt attempt = listen_on(address, environment_.master_port);
     if (attempt.error == 0) {
-      const std::lock_guard lock(places().mutex);
       meeting.hosted = host_store(address, environment_.master_port, attempt.socket.release());
-      place().hosted = meeting.hosted;
-      place().address = address;
+      at_place([&](Place& place) {
+        place.hosted = meeting.hosted;
+        place.address = address;
+      });
       return true;
     }
     // In use: by the store, or by a stranger; connecting will show. Another rank may well not own the address.
@@ -136,8 +140,8 @@ class Search {
                 "): ", last_failure_, "; choose another MASTER_PORT");
   }
 
-  std::string prefix() {
-    return c10::str("fsdp/", environment_.restart_count, "/", place().meetings, "/");
+  std::string prefix() const {
+    return c10::str("fsdp/", environment_.restart_count, "/", at_place([](const Place& place) { return place.meetings; }), "/");
   }
 
   // False where the store ended before the group was complete: it was the store of an earlier group on its way out, or its
@@ -153,8 +157,7 @@ class Search {
     bool one_host = true;
     for (const Member& member : meeting.members) one_host = one_host && member.loopback == self_.loopback;
     if (one_host) meeting.address = "127.0.0.1";
-    const std::lock_guard lock(places().mutex);
-    ++place().meetings;
+    at_place([](Place& place) { ++place.meetings; });
     return true;
   }
 

@@ -39,7 +39,7 @@ struct ShardedParameter {
   at::Tensor gradient_slice;  // what .grad holds
   std::shared_ptr<GradientSink> sink;  // null for dtypes that have no gradients
 
-  // What kernels get instead of the handle, by grad mode: one per value of the parameter, see access_hook.cpp.
+  // What kernels get instead of the handle, by grad mode; see ShardedModel::alias_of.
   struct Alias {
     at::Tensor tensor;
     uint32_t version = 0;

@@ -1,18 +1,37 @@
 #include "runtime/grad_norm.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/clamp_max.h>
 #include <ATen/ops/linalg_vector_norm.h>
-
-#include <algorithm>
-#include <cmath>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 
 #include "runtime/access_key.h"
 
 namespace fsdp {
 
+namespace {
+
+// One process: LibTorch's own arithmetic, so that the result is that of the plain run to the last bit.
+at::Tensor local_norm(const std::vector<at::Tensor>& gradients) {
+  std::vector<at::Tensor> norms;
+  for (const auto& gradient : gradients) norms.push_back(gradient.norm());
+  return at::stack(norms).norm();
+}
+
+// Squares are summed in double, so that the result hardly depends on how the elements are spread over the ranks.
+at::Tensor global_norm(const std::vector<at::Tensor>& gradients, CountedCollectives& collectives) {
+  auto sum = at::zeros({1}, at::kDouble);
+  for (const auto& gradient : gradients) sum.add_(at::linalg_vector_norm(gradient, 2, c10::nullopt, false, at::kDouble).square());
+  collectives.all_reduce(sum, "clip_grad_norm_").wait();
+  return sum.sqrt_().squeeze();
+}
+
+}  // namespace
+
 ClipResult clip_gradients(ShardedModel& model, double max_norm) {
-  TORCH_CHECK(max_norm >= 0 && !std::isnan(max_norm), "clip_grad_norm_: max_norm must be at least 0, got ", max_norm);
+  TORCH_CHECK(max_norm >= 0, "clip_grad_norm_: max_norm must be at least 0, got ", max_norm);  // NaN is not
   c10::AutoGradMode no_grad(false);
   WithoutAccessHook no_hook;
   std::vector<at::Tensor> gradients;
@@ -20,22 +39,13 @@ ClipResult clip_gradients(ShardedModel& model, double max_norm) {
     for (const auto& group : unit->groups)
       for (const auto& parameter : group->parameters)
         if (parameter.handle.grad().defined()) gradients.push_back(parameter.handle.grad());
+  // .grad is defined on all ranks or on none, so all ranks return here alike.
+  if (gradients.empty()) return {};
 
-  // Summed in double: the result must not depend on how the elements are spread over ranks.
-  double sum = 0;
-  for (const auto& gradient : gradients) {
-    const double norm = at::linalg_vector_norm(gradient, 2, c10::nullopt, false, at::kDouble).item<double>();
-    sum += norm * norm;
-  }
-  auto total = at::full({1}, sum, at::kDouble);
-  if (model.world_size() > 1) model.collectives().all_reduce(total, "clip_grad_norm_").wait();
-
-  ClipResult result;
-  result.norm = std::sqrt(total.item<double>());
-  result.coefficient = std::min(1.0, max_norm / (result.norm + 1e-6));
-  if (result.coefficient < 1.0 || std::isnan(result.norm))
-    for (auto& gradient : gradients) gradient.mul_(result.coefficient);
-  return result;
+  const auto norm = model.world_size() == 1 ? local_norm(gradients) : global_norm(gradients, model.collectives());
+  const auto coefficient = at::clamp_max(max_norm / (norm + 1e-6), 1.0);
+  for (auto& gradient : gradients) gradient.mul_(coefficient.to(gradient.scalar_type()));
+  return {norm.item<double>(), coefficient.item<double>()};
 }
 
 }  // namespace fsdp

@@ -58,6 +58,7 @@ void ShardedModel::enter_computing() {
     WithoutAccessHook no_hook;
     for (const auto& unit : units_)
       for (const auto& group : unit->groups) group->hold_full();
+    drop_unused_aliases();
     backward_ended_in_bracket_ = false;
   }
   ++brackets_;
@@ -103,7 +104,7 @@ std::vector<Unit*> ShardedModel::all_units() const {
 }
 
 // The graph must never hold the user's own tensor object, whose content changes. The kernel gets an alias instead: an object of
-// its own on the same storage, with the same version counter. One alias serves until the value changes: with one per access,
+// its own on the same storage, with the same version counter. One alias serves all forwards of a backward: with one per access,
 // autograd would sum the gradients of a parameter used twice in another order than the plain run does.
 at::Tensor ShardedModel::alias_of(ShardedParameter& parameter) {
   std::lock_guard lock(mutex_);
@@ -114,6 +115,26 @@ at::Tensor ShardedModel::alias_of(ShardedParameter& parameter) {
   const bool valid = cached.tensor.defined() && cached.version == version && (!grad_mode || cached.tensor.requires_grad() == handle.requires_grad());
   if (!valid) cached = {at::alias(handle), static_cast<uint32_t>(version)};
   return cached.tensor;
+}
+
+// The engine runs younger nodes first. An alias kept from an earlier step would be older than everything in this one, and its
+// gradient would be delivered after all others: so one is not used again after the backward that freed its graph, nor when no graph
+// holds it any more.
+void ShardedModel::drop_unused_aliases() {
+  for (const auto& unit : units_)
+    for (const auto& group : unit->groups)
+      for (auto& parameter : group->parameters) {
+        auto& [alias, version] = parameter.aliases[true];
+        if (!alias.defined()) continue;
+        // In this order: asking for the grad_fn of a view whose base has changed makes a new one.
+        if (version != parameter.handle._version() || !alias.grad_fn() || alias.grad_fn().use_count() == 1) alias.reset();
+      }
+}
+
+void ShardedModel::drop_aliases_with_graph() {
+  for (const auto& unit : units_)
+    for (const auto& group : unit->groups)
+      for (auto& parameter : group->parameters) parameter.aliases[true].tensor.reset();
 }
 
 void ShardedModel::receive_gradient(ShardedParameter& parameter, const at::Tensor& gradient) {
@@ -132,6 +153,7 @@ void ShardedModel::shard_was_written(Unit& unit) {
 void ShardedModel::enter_backward() {
   if (std::exchange(in_backward_, true)) return;
   reducer_->begin_backward();
+  graph_is_kept_ = torch::autograd::get_current_graph_task_keep_graph();
   torch::autograd::Engine::get_default_engine().queue_callback(
       [guard = std::make_shared<BackwardGuard>(weak_from_this())] { guard->succeeded(); });
 }
@@ -148,6 +170,7 @@ void ShardedModel::finish_backward() {
     residency_.free_all();
     throw;
   }
+  if (!graph_is_kept_) drop_aliases_with_graph();
   backward_ended_in_bracket_ = computing();
   if (!computing()) residency_.free_all();
 }

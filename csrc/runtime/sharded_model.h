@@ -26,10 +26,13 @@
 
 namespace fsdp {
 
+// Throws c10::Error that names the parameter, the reason and the remedy when it cannot be sharded.
+void check_can_be_sharded(const std::string& name, const at::Tensor& tensor, int rank);
+
 class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
  public:
-  // Shards the planned tensors: values come from rank 0 (sync_from_rank_0, all ranks must call; buffers too) or from each rank's own tensors.
-  // Throws c10::Error before any parameter changes when one cannot be sharded, naming it.
+  // Shards the planned tensors: values come from rank 0 (sync_from_rank_0; buffers too) or from each rank's own tensors. All ranks must
+  // call. No parameter changes before all shards are filled. REQUIRES: check_can_be_sharded of every tensor.
   static std::shared_ptr<ShardedModel> shard(PlannedModel planned, std::shared_ptr<comm::Collectives> collectives, bool sync_from_rank_0);
   ~ShardedModel();
   ShardedModel(const ShardedModel&) = delete;
@@ -63,6 +66,8 @@ class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
   void build_units(const PlannedModel& planned);
   void fill_shards(const PlannedModel& planned, bool sync_from_rank_0);
   void attach_handles();
+  void drop_unused_aliases();
+  void drop_aliases_with_graph();
   void enter_backward();  // does nothing when one is under way
   void finish_backward();
   void fail_backward() noexcept;
@@ -76,6 +81,7 @@ class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
   std::unique_ptr<Reducer> reducer_;
   std::atomic<int> brackets_{0};
   bool in_backward_ = false;
+  bool graph_is_kept_ = false;  // by the backward under way (retain_graph)
   bool backward_ended_in_bracket_ = false;
 };
 

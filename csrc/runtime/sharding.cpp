@@ -14,7 +14,6 @@
 #include "runtime/sharded_model.h"
 
 namespace fsdp {
-namespace {
 
 void check_can_be_sharded(const std::string& name, const at::Tensor& tensor, int rank) {
   TORCH_CHECK(!registry::is_sharded(tensor), "rank ", rank, ": parameter '", name,
@@ -28,14 +27,7 @@ void check_can_be_sharded(const std::string& name, const at::Tensor& tensor, int
   TORCH_CHECK(!tensor.grad().defined(), "rank ", rank, ": parameter '", name, "' already has a gradient of the full shape; call zero_grad() before wrapping");
 }
 
-}  // namespace
-
 std::shared_ptr<ShardedModel> ShardedModel::shard(PlannedModel planned, std::shared_ptr<comm::Collectives> collectives, bool sync_from_rank_0) {
-  for (size_t u = 0; u < planned.tensors.size(); ++u)
-    for (size_t g = 0; g < planned.tensors[u].size(); ++g)
-      for (size_t p = 0; p < planned.tensors[u][g].size(); ++p)
-        check_can_be_sharded(planned.plan.units[u].groups[g].parameters[p].name, planned.tensors[u][g][p], collectives->rank());
-
   c10::InferenceMode not_inference(false);
   c10::AutoGradMode no_grad(false);
   WithoutAccessHook no_hook;

@@ -49,13 +49,19 @@ std::string first_differences(const std::vector<std::string>& texts) {
 
 }  // namespace
 
-void agree_on_plan(comm::Collectives& collectives, const Plan& plan) {
+void agree_on_plan(comm::Collectives& collectives, const Plan& plan, const std::string& refusal) {
+  TORCH_CHECK(collectives.world_size() > 1 || refusal.empty(), refusal);
   if (collectives.world_size() == 1) return;
   const std::string text = fmt::format("{}\n", fmt::join(agreement_lines(plan), "\n"));
-  const auto hashes = collectives.exchange("plan of a model being wrapped", hash_of(text));
-  if (std::all_of(hashes.begin(), hashes.end(), [&](const std::string& hash) { return hash == hashes.front(); })) return;
+  const std::string refuses = "refuses: ";
+  const auto answers = collectives.exchange("plan of a model being wrapped", refusal.empty() ? hash_of(text) : refuses + refusal);
+  TORCH_CHECK(refusal.empty(), refusal);
+  for (const auto& answer : answers) TORCH_CHECK(!answer.starts_with(refuses), "another rank cannot wrap the model: ", answer.substr(refuses.size()));
+  if (std::all_of(answers.begin(), answers.end(), [&](const std::string& hash) { return hash == answers.front(); })) return;
   const auto texts = collectives.exchange("differing plans of a model being wrapped", text);
-  TORCH_CHECK(false, "rank ", collectives.rank(), ": the ranks are wrapping different models, or wrap one model differently; build the same module with the same options on every rank. First differences:",
+  TORCH_CHECK(false, "rank ", collectives.rank(),
+              ": the ranks are wrapping different models, or wrap one model differently; build the same module with the same options on every rank. "
+              "First differences:",
               first_differences(texts));
 }
 

@@ -7,8 +7,8 @@
 
 namespace fsdp {
 
-// All ranks must call. Throws the same c10::Error on all ranks when their plans differ: who has what, for the first differences.
-// Nothing is communicated at world size 1.
-void agree_on_plan(comm::Collectives& collectives, const Plan& plan);
+// All ranks must call, also one that found that it cannot wrap: `refusal` says why (empty: it can). Throws c10::Error on all ranks when
+// one refuses, or when plans differ: who has what, for the first differences. Nothing is communicated at world size 1.
+void agree_on_plan(comm::Collectives& collectives, const Plan& plan, const std::string& refusal);
 
 }  // namespace fsdp

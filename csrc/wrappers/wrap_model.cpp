@@ -7,18 +7,32 @@
 #include "wrappers/plan_agreement.h"
 
 namespace fsdp {
+namespace {
+
+PlannedModel plan_locally(const torch::nn::Module& module, const ModuleTree& tree, const ProcessGroup& group, const FsdpOptions& options,
+                          std::optional<c10::ScalarType> compute_dtype) {
+  TORCH_CHECK(options.sharding_strategy == ShardingStrategy::FULL_SHARD, "unknown sharding strategy ", static_cast<int>(options.sharding_strategy),
+              "; expected ShardingStrategy::FULL_SHARD");
+  TORCH_CHECK(!tree.parameters.empty(), "rank ", group.rank(), ": module ", module.name(),
+              " registers no parameters, so there is nothing to shard. Tensors and submodules held in plain members are invisible to LibTorch: register them "
+              "with register_parameter and register_module");
+  for (const auto& parameter : tree.parameters) check_can_be_sharded(parameter.registrations.front().name, parameter.tensor, group.rank());
+  return make_plan(tree, select_units(tree, options.auto_wrap_policy), group.world_size(), compute_dtype);
+}
+
+}  // namespace
 
 WrappedModel wrap_model(const torch::nn::Module& module, const ProcessGroup& group, const FsdpOptions& options,
                         std::optional<c10::ScalarType> compute_dtype) {
-  TORCH_CHECK(options.sharding_strategy == ShardingStrategy::FULL_SHARD, "unknown sharding strategy ", static_cast<int>(options.sharding_strategy),
-              "; expected ShardingStrategy::FULL_SHARD");
   const ModuleTree tree = walk_modules(module);
-  const std::string kind = tree.nodes.front().module->name();
-  TORCH_CHECK(!tree.parameters.empty(), "rank ", group.rank(), ": module ", kind,
-              " registers no parameters, so there is nothing to shard. Tensors and submodules held in plain members are invisible to LibTorch: register them "
-              "with register_parameter and register_module");
-  PlannedModel planned = make_plan(tree, select_units(tree, options.auto_wrap_policy), group.world_size(), compute_dtype);
-  agree_on_plan(*group.collectives(), planned.plan);
+  PlannedModel planned;
+  std::string refusal;
+  try {
+    planned = plan_locally(module, tree, group, options, compute_dtype);
+  } catch (const c10::Error& error) {
+    refusal = error.what_without_backtrace();  // the other ranks are told before this one gives up
+  }
+  agree_on_plan(*group.collectives(), planned.plan, refusal);
 
   WrappedModel wrapped;
   for (const auto& parameter : tree.parameters) wrapped.parameters.emplace_back(parameter.registrations.front().name, parameter.tensor);

@@ -115,7 +115,7 @@ class FullyShardedDataParallel : public FullyShardedBase {
   FullyShardedDataParallel(std::shared_ptr<Impl> module, const ProcessGroup& group, const FsdpOptions& options = {})
       : FullyShardedBase(module, group, options), module_(std::move(module)) {}
   FullyShardedDataParallel(const torch::nn::ModuleHolder<Impl>& holder, const ProcessGroup& group, const FsdpOptions& options = {})
-      : FullyShardedDataParallel(holder.ptr(), group, options) {}
+      : FullyShardedDataParallel(holder.is_empty() ? nullptr : holder.ptr(), group, options) {}
   /// REQUIRES: `module` outlives the wrapper.
   FullyShardedDataParallel(Impl& module, const ProcessGroup& group, const FsdpOptions& options = {})
       : FullyShardedDataParallel(std::shared_ptr<Impl>(&module, [](Impl*) {}), group, options) {}
