@@ -22,7 +22,9 @@ class Failure(Exception):
 
 def read_list(path):
     packages = []
-    for line in open(path):
+    with open(path) as file:
+        lines = file.read().splitlines()
+    for line in lines:
         fields = line.split("#")[0].split()
         if fields:
             if len(fields) != 4 or fields[2] not in ("main", "backports"):
@@ -32,9 +34,10 @@ def read_list(path):
 
 
 def release_name():
-    for line in open("/etc/os-release"):
-        if line.startswith("VERSION_CODENAME="):
-            return line.split("=", 1)[1].strip().strip('"')
+    with open("/etc/os-release") as file:
+        match = re.search(r'^VERSION_CODENAME="?(\w+)', file.read(), re.MULTILINE)
+    if match:
+        return match.group(1)
     raise Failure("/etc/os-release names no release (VERSION_CODENAME): is this Debian?")
 
 
@@ -74,7 +77,8 @@ def write_sources(folder, etc, release, suites):
         entries = []
         for path in files:
             if os.access(path, os.R_OK):
-                text = open(path).read()
+                with open(path) as file:
+                    text = file.read()
                 for suite in suites:
                     entries += derive(text, release, suite)
         if entries:
@@ -125,7 +129,8 @@ def main(list_path, dest):
                 f"see 'apt-cache policy {name}', and change {os.path.basename(list_path)}."
             )
         (path,) = glob.glob(f"{state}/debs/{name}_*.deb")
-        got = hashlib.sha256(open(path, "rb").read()).hexdigest()
+        with open(path, "rb") as file:
+            got = hashlib.sha256(file.read()).hexdigest()
         if got != expected and path.endswith(("_amd64.deb", "_all.deb")):
             raise Failure(f"{os.path.basename(path)} has the checksum {got}, expected {expected}: it is not the package that was tested.")
     for path in sorted(glob.glob(f"{state}/debs/*.deb")):

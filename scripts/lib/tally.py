@@ -13,7 +13,8 @@ import xml.etree.ElementTree
 
 
 def cases(path, entry_passed):
-    text = open(path, errors="replace").read()
+    with open(path, errors="replace") as file:
+        text = file.read()
     totals = re.search(r'<OverallResultsCases successes="(\d+)" failures="(\d+)" expectedFailures="(\d+)"(?: skips="(\d+)")?', text)
     if totals:
         passed, failed, expected, skipped = (int(n or 0) for n in totals.groups())
