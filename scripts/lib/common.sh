@@ -33,6 +33,13 @@ step() {
 need_value() { [ $# -ge 2 ] && [ -n "$2" ] || fail "reading the arguments" "$1 wants a value" "see scripts/$me --help"; }
 bad_argument() { fail "reading the arguments" "unknown argument '$1'" "see scripts/$me --help"; }
 
+# Ranks are started by torchrun. The one in .venv comes with LibTorch; a user's LibTorch need not have one.
+need_torchrun() {
+  [ -z "$libtorch" ] || [ -x "$root/.venv/bin/torchrun" ] || command -v torchrun >/dev/null ||
+    fail "torchrun" "scripts/$me starts ranks with torchrun, which comes with the Python package and is not on PATH" \
+      "put one on PATH, or leave --libtorch out. Your own programs need none: mpirun, srun or variables set by hand start them as well"
+}
+
 # How many compilers at once: one a core, as far as memory goes (LibTorch's headers take about 2 GB in a compiler).
 build_jobs() {
   local cores memory
