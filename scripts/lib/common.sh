@@ -69,16 +69,25 @@ configure() {
   printf '%s' "$wanted" >"$folder/.configured"
 }
 
+# On a terminal Ninja overwrites its one line of progress; a log gets every tenth of them, and all else that was said.
+run_ninja() { if [ -t 1 ]; then ninja "$@"; else ninja "$@" | sparse_progress; fi; }
+sparse_progress() {
+  local line
+  while IFS= read -r line; do
+    if [[ ! $line =~ ^\[([0-9]+)/([0-9]+)\]\  ]] || ((BASH_REMATCH[1] % 10 == 0 || BASH_REMATCH[1] == BASH_REMATCH[2])); then
+      printf '%s\n' "$line"
+    fi
+  done
+}
+
 # build FOLDER TARGET...
 build() {
   local folder=$1 from=$SECONDS
   shift
   # A precompiled header is cached only if the compiler cache is told that macros and times in it may be trusted.
   export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}
-  local quiet=()
-  [ -t 1 ] || quiet=(--quiet)
   say "building ${folder#"$root"/}"
-  ninja -C "$folder" -j "${FSDP_BUILD_JOBS:-$(build_jobs)}" "${quiet[@]}" "$@" ||
+  run_ninja -C "$folder" -j "${FSDP_BUILD_JOBS:-$(build_jobs)}" "$@" ||
     fail "building ${folder#"$root"/}" "the compiler or linker reported errors, above" \
       "correct them and run scripts/$me again; if a compiler was killed, memory ran out: FSDP_BUILD_JOBS=1 scripts/$me"
   say "building ${folder#"$root"/}: done in $((SECONDS - from)) s"
