@@ -83,16 +83,16 @@ auto Board::call(F f) {
   TORCH_CHECK(!lost(), loss_);
   const std::string what = c10::str("the store at ", address_, " port ", port_);
   auto answer = start(std::move(f));
-  if (answer.wait_for(kAnswer) != std::future_status::ready) {
+  if (answer.wait_for(kAnswer) == std::future_status::ready) {
+    try {
+      return answer.get();
+    } catch (const c10::Error& error) {
+      loss_ = c10::str(what, " is gone: ", error.what_without_backtrace());
+    }
+  } else {
     loss_ = c10::str(what, " did not answer within ", kAnswer.count() / 1000.0, " s");
-    TORCH_CHECK(false, loss_);
   }
-  try {
-    return answer.get();
-  } catch (const c10::Error& error) {
-    loss_ = c10::str(what, " is gone: ", error.what_without_backtrace());
-    TORCH_CHECK(false, loss_);
-  }
+  C10_THROW_ERROR(Error, loss_);
 }
 
 void Board::set(const std::string& key, const std::string& value) {

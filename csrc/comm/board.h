@@ -37,9 +37,9 @@ class Board {
   ~Board();
 
   void set(const std::string& key, const std::string& text);
-  std::optional<std::string> read(const std::string& key);  // nothing where the key does not exist
+  std::optional<std::string> read(const std::string& key);                  // nothing where the key does not exist
   std::vector<std::string> read_all(const std::vector<std::string>& keys);  // REQUIRES: all exist (else it blocks until kAnswer)
-  int64_t add(const std::string& key, int64_t amount);      // returns the sum
+  int64_t add(const std::string& key, int64_t amount);                      // returns the sum
   void remove(const std::string& key);
 
   // Without waiting for the answer, for those who have no time, or something else to wait for. Throw nothing; get() of the result may.

@@ -67,11 +67,16 @@ std::string reason_of(const std::exception& error) {
 
 const char* to_string(Operation operation) {
   switch (operation) {
-    case Operation::ALL_GATHER: return "all_gather";
-    case Operation::REDUCE_SCATTER: return "reduce_scatter";
-    case Operation::ALL_REDUCE: return "all_reduce";
-    case Operation::BROADCAST: return "broadcast";
-    case Operation::BARRIER: return "barrier";
+    case Operation::ALL_GATHER:
+      return "all_gather";
+    case Operation::REDUCE_SCATTER:
+      return "reduce_scatter";
+    case Operation::ALL_REDUCE:
+      return "all_reduce";
+    case Operation::BROADCAST:
+      return "broadcast";
+    case Operation::BARRIER:
+      return "barrier";
   }
   return "unknown operation";
 }
@@ -96,7 +101,8 @@ auto Collectives::guarded(const std::string& description, Clock::time_point star
     fail(error.what_without_backtrace());
     throw;
   } catch (const std::exception& error) {
-    fail(c10::str("rank ", rank(), " of ", world_size(), ": ", description, " failed after ", seconds_since(started), ": ", reason_of(error)));
+    fail(c10::str("rank ", rank(), " of ", world_size(), ": ", description, " failed after ", seconds_since(started), ": ",
+                  reason_of(error)));
     throw GroupError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, first_error_);
   }
 }
@@ -121,7 +127,8 @@ void Pending::wait() {
 
 Pending Collectives::all_gather(at::Tensor output, at::Tensor input, std::string purpose) {
   check_pair(output, "output", input, "input", "all_gather", rank(), world_size());
-  return launch({.operation = Operation::ALL_GATHER, .output = std::move(output), .input = std::move(input), .purpose = std::move(purpose)});
+  return launch(
+      {.operation = Operation::ALL_GATHER, .output = std::move(output), .input = std::move(input), .purpose = std::move(purpose)});
 }
 
 Pending Collectives::reduce_scatter(at::Tensor output, at::Tensor input, std::string purpose) {

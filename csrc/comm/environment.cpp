@@ -12,8 +12,9 @@ namespace fsdp::comm {
 namespace {
 
 constexpr const char* kRequired[] = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"};
-constexpr const char* kRemedy = "; start the program with torchrun or scripts/launch, or set none of RANK, WORLD_SIZE, MASTER_ADDR and "
-                                "MASTER_PORT to run a single process";
+constexpr const char* kRemedy =
+    "; start the program with torchrun or scripts/launch, or set none of RANK, WORLD_SIZE, MASTER_ADDR and "
+    "MASTER_PORT to run a single process";
 
 std::optional<std::string> variable(const char* name) {
   const char* value = std::getenv(name);

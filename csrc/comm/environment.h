@@ -9,7 +9,7 @@ namespace fsdp::comm {
 struct Environment {
   int rank = 0;
   int world_size = 1;
-  std::string master_addr;   // empty: nothing is set, a process on its own
+  std::string master_addr;  // empty: nothing is set, a process on its own
   uint16_t master_port = 0;
   bool agent_store = false;  // torchrun's agent listens already: everybody joins as a client
   int restart_count = 0;     // torchrun's: the agent's store survives restarts, so keys of each attempt are kept apart

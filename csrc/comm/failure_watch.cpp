@@ -14,11 +14,11 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr const char* kNote = "failed";
-constexpr milliseconds kGlance{2};       // what a look may wait for its answer, which takes a tenth of a millisecond as a rule
+constexpr milliseconds kGlance{2};  // what a look may wait for its answer, which takes a tenth of a millisecond as a rule
 constexpr milliseconds kGrace{1000};
 constexpr milliseconds kYoung{10'000};
 constexpr milliseconds kBetweenLooks{50};
-constexpr milliseconds kDying{100};      // a killed process loses its connections before it is seen to be gone
+constexpr milliseconds kDying{100};  // a killed process loses its connections before it is seen to be gone
 constexpr milliseconds kReport{500};
 
 // "gone" (also one that has ended and is not yet waited for by its parent), "stopped", or "".
@@ -28,9 +28,14 @@ std::string trouble_of(int64_t pid) {
   const size_t name_end = line.rfind(')');  // "123 (name) S ..."; the name may hold anything
   if (name_end == std::string::npos || name_end + 2 >= line.size()) return "gone";
   switch (line[name_end + 2]) {
-    case 'Z': case 'X': return "gone";
-    case 'T': case 't': return "stopped";
-    default: return "";
+    case 'Z':
+    case 'X':
+      return "gone";
+    case 'T':
+    case 't':
+      return "stopped";
+    default:
+      return "";
   }
 }
 

@@ -69,7 +69,8 @@ class GlooWork final : public Work {
   void wait() override {
     while (!completion_.wait_for(kSlice)) {
       watch_->look();
-      TORCH_CHECK(Clock::now() - started_ < timeout_, "timed out: not all ranks took part within ", timeout_.count() / 1000.0, " s", watch_->explain());
+      TORCH_CHECK(Clock::now() - started_ < timeout_, "timed out: not all ranks took part within ", timeout_.count() / 1000.0, " s",
+                  watch_->explain());
     }
     try {
       work_->wait();
@@ -95,16 +96,27 @@ class Done final : public Work {
 
 bool gloo_sums(at::ScalarType type) {
   switch (type) {
-    case at::kFloat: case at::kDouble: case at::kHalf: case at::kBFloat16:
-    case at::kChar: case at::kByte: case at::kInt: case at::kLong: return true;
-    default: return false;
+    case at::kFloat:
+    case at::kDouble:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kChar:
+    case at::kByte:
+    case at::kInt:
+    case at::kLong:
+      return true;
+    default:
+      return false;
   }
 }
 
 class Gloo final : public Collectives {
  public:
   Gloo(Meeting meeting, milliseconds timeout, milliseconds connect_limit)
-      : rank_(meeting.rank), world_size_(static_cast<int>(meeting.members.size())), timeout_(timeout), hosted_(std::move(meeting.hosted)),
+      : rank_(meeting.rank),
+        world_size_(static_cast<int>(meeting.members.size())),
+        timeout_(timeout),
+        hosted_(std::move(meeting.hosted)),
         watch_(std::make_shared<FailureWatch>(std::move(meeting.board), std::move(meeting.members), rank_)) {
     connect(meeting.address, connect_limit);
   }
@@ -129,11 +141,16 @@ class Gloo final : public Collectives {
     if (request.operation != Operation::BARRIER && request.output.numel() == 0) return std::make_unique<Done>();
     const at::NoGradGuard no_grad;
     switch (request.operation) {
-      case Operation::ALL_GATHER: return all_gather(request.output, request.input);
-      case Operation::REDUCE_SCATTER: return reduce_scatter(request.output, request.input);
-      case Operation::ALL_REDUCE: return work(all_reduce(request.output));
-      case Operation::BROADCAST: return broadcast(request.output, request.root);
-      case Operation::BARRIER: return work(group_->barrier());
+      case Operation::ALL_GATHER:
+        return all_gather(request.output, request.input);
+      case Operation::REDUCE_SCATTER:
+        return reduce_scatter(request.output, request.input);
+      case Operation::ALL_REDUCE:
+        return work(all_reduce(request.output));
+      case Operation::BROADCAST:
+        return broadcast(request.output, request.root);
+      case Operation::BARRIER:
+        return work(group_->barrier());
     }
     TORCH_INTERNAL_ASSERT(false, "unknown operation");
   }

@@ -26,8 +26,8 @@ constexpr size_t kNamed = 8;  // a message names at most so many ranks
 std::string write(const Member& member) {
   std::ostringstream out;
   out << "world_size " << member.world_size << "\nlibrary " << member.library_version << "\ntorch " << member.torch_version << "\nbackend "
-      << member.backend << "\nrank " << member.rank << "\nhost " << member.host << "\nloopback " << member.loopback << "\npid " << member.pid
-      << "\n";
+      << member.backend << "\nrank " << member.rank << "\nhost " << member.host << "\nloopback " << member.loopback << "\npid "
+      << member.pid << "\n";
   return out.str();
 }
 
@@ -181,7 +181,8 @@ Member this_process(int rank, int world_size, const std::string& backend) {
   self.rank = rank;
   self.host = host.data();
   // Containers of one machine share the boot, not the network; pids mean the same only within one pid namespace.
-  self.loopback = first_line("/proc/sys/kernel/random/boot_id") + " " + link_target("/proc/self/ns/net") + " " + link_target("/proc/self/ns/pid");
+  self.loopback =
+      first_line("/proc/sys/kernel/random/boot_id") + " " + link_target("/proc/self/ns/net") + " " + link_target("/proc/self/ns/pid");
   self.pid = getpid();
   return self;
 }

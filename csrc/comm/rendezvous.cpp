@@ -29,7 +29,7 @@ constexpr milliseconds kStranger{3000};
 struct Place {
   std::weak_ptr<HostedStore> hosted;  // another group of this process may serve the store already
   std::string address;
-  int meetings = 0;                   // that succeeded; numbers the keys of the next
+  int meetings = 0;  // that succeeded; numbers the keys of the next
 };
 
 struct Places {
@@ -48,7 +48,10 @@ milliseconds since(Clock::time_point start) { return std::chrono::duration_cast<
 class Search {
  public:
   Search(const Environment& environment, const Member& self, milliseconds limit)
-      : environment_(environment), self_(self), limit_(limit), where_(c10::str("MASTER_ADDR=", environment.master_addr, " MASTER_PORT=", environment.master_port)) {}
+      : environment_(environment),
+        self_(self),
+        limit_(limit),
+        where_(c10::str("MASTER_ADDR=", environment.master_addr, " MASTER_PORT=", environment.master_port)) {}
 
   Meeting run() {
     resolve_master();

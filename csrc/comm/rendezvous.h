@@ -20,9 +20,9 @@ namespace fsdp::comm {
 struct Meeting {
   std::shared_ptr<HostedStore> hosted;  // null where another process serves the store. Declared first: it must outlive the board
   std::unique_ptr<Board> board;
-  std::vector<Member> members;          // in rank order
+  std::vector<Member> members;  // in rank order
   int rank = 0;
-  std::string address;                  // of this process, for connections between ranks: loopback where all are on one host
+  std::string address;  // of this process, for connections between ranks: loopback where all are on one host
 };
 
 // Meets the others that `environment` speaks of; `self` is what this process says of itself. All ranks must call equally often: each

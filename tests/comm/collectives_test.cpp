@@ -34,7 +34,8 @@ void for_each_case(Body body) {
 }
 
 #define EXPECT_EQUAL(actual, expected, type, n) \
-  EXPECT(torch::equal(actual, expected), "rank " << group.rank() << ", " << type << ", n = " << n << ": got " << actual << " for " << expected)
+  EXPECT(torch::equal(actual, expected),        \
+         "rank " << group.rank() << ", " << type << ", n = " << n << ": got " << actual << " for " << expected)
 
 }  // namespace
 

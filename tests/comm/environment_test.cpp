@@ -16,8 +16,13 @@ using fsdp::testing::Variables;
 constexpr const char* kEmpty = "<empty>";
 
 Variables launch_with(const Variables& changes) {
-  Variables all{{"RANK", "1"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "29500"},
-                {"TORCHELASTIC_USE_AGENT_STORE", ""}, {"TORCHELASTIC_RESTART_COUNT", ""}};
+  Variables all{{"RANK", "1"},
+                {"WORLD_SIZE", "4"},
+                {"LOCAL_RANK", "1"},
+                {"MASTER_ADDR", "127.0.0.1"},
+                {"MASTER_PORT", "29500"},
+                {"TORCHELASTIC_USE_AGENT_STORE", ""},
+                {"TORCHELASTIC_RESTART_COUNT", ""}};
   all.insert(all.end(), changes.begin(), changes.end());
   return all;
 }
@@ -92,8 +97,8 @@ TEST_CASE("one process needs no variables, and communicates nothing", "[comm][qu
   group.barrier();
   auto copy = group;
   copy.close();
-  CHECK_THAT(error_of([&] { group.barrier(); }), Catch::Matchers::ContainsSubstring("barrier failed") &&
-                                                     Catch::Matchers::ContainsSubstring("the group has been closed"));
+  CHECK_THAT(error_of([&] { group.barrier(); }),
+             Catch::Matchers::ContainsSubstring("barrier failed") && Catch::Matchers::ContainsSubstring("the group has been closed"));
 }
 
 TEST_CASE("options that make no sense are refused by name", "[comm][quick]") {

@@ -30,8 +30,9 @@ RANKS_TEST("wrong arguments are named and leave the group as it was", "[comm][qu
   const std::string here = "on rank " + std::to_string(group.rank());
   expect_text(error_of([&] { seam.all_gather({}, torch::ones({2}), "x"); }), {"all_gather: `output` is undefined", here});
   expect_text(error_of([&] { seam.all_gather(torch::ones({2 * n}), {}, "x"); }), {"all_gather: `input` is undefined", here});
-  expect_text(error_of([&] { seam.all_gather(torch::ones({2 * n + 1}), torch::ones({2}), "x"); }),
-              {"all_gather: `output` must have " + std::to_string(n) + " times the 2 elements of `input`, but has " + std::to_string(2 * n + 1)});
+  expect_text(
+      error_of([&] { seam.all_gather(torch::ones({2 * n + 1}), torch::ones({2}), "x"); }),
+      {"all_gather: `output` must have " + std::to_string(n) + " times the 2 elements of `input`, but has " + std::to_string(2 * n + 1)});
   expect_text(error_of([&] { seam.all_gather(torch::ones({2 * n}), torch::ones({2}, at::kInt), "x"); }),
               {"all_gather: `output` is Float but `input` is Int"});
   expect_text(error_of([&] { seam.reduce_scatter(torch::ones({3}), torch::ones({2 * n}), "x"); }),

@@ -1,6 +1,6 @@
 // Ranks that cannot form a group: who finds out, when, and what they are told.
-#include "comm/gloo.h"
 #include "comm/handshake.h"
+#include "comm/gloo.h"
 #include "comm/rendezvous.h"
 #include "support/environment_scope.h"
 #include "support/ranks.h"
@@ -25,8 +25,14 @@ using fsdp::testing::run_in_own_processes;
 using Clock = std::chrono::steady_clock;
 
 Member member(int rank, int world_size, int64_t pid) {
-  return {.world_size = world_size, .library_version = "1.0.0", .torch_version = "2.11.0", .backend = "gloo", .rank = rank, .host = "h",
-          .loopback = "l", .pid = pid};
+  return {.world_size = world_size,
+          .library_version = "1.0.0",
+          .torch_version = "2.11.0",
+          .backend = "gloo",
+          .rank = rank,
+          .host = "h",
+          .loopback = "l",
+          .pid = pid};
 }
 
 // In a rank without a group: the place that the launcher gave it, replaced by another one.
@@ -77,7 +83,8 @@ TEST_CASE("contradiction names what differs and who has it", "[comm][quick]") {
   CHECK(contradiction({member(1, 3, 11), member(0, 3, 10), member(2, 3, 12)}) == "");
   CHECK(contradiction({member(1, 2, 11), member(0, 2, 10), member(1, 2, 12)}) ==
         "RANK=1 is claimed by two processes: host h, pid 11, and host h, pid 12");
-  CHECK(contradiction({member(0, 2, 10), member(1, 3, 11)}) == "WORLD_SIZE differs: '2' on rank 0 (host h, pid 10); '3' on rank 1 (host h, pid 11)");
+  CHECK(contradiction({member(0, 2, 10), member(1, 3, 11)}) ==
+        "WORLD_SIZE differs: '2' on rank 0 (host h, pid 10); '3' on rank 1 (host h, pid 11)");
   auto other = member(1, 2, 11);
   other.library_version = "1.0.1";
   CHECK(contradiction({member(0, 2, 10), other}) ==

@@ -26,7 +26,8 @@ Pending start(const fsdp::ProcessGroup& group, const std::string& operation) {
   auto& seam = *group.collectives();
   const int64_t n = group.world_size();
   if (operation == "all_gather") return seam.all_gather(torch::empty({kElements * n}), torch::ones({kElements}), "unit 'a', forward");
-  if (operation == "reduce_scatter") return seam.reduce_scatter(torch::empty({kElements}), torch::ones({kElements * n}), "unit 'a', backward");
+  if (operation == "reduce_scatter")
+    return seam.reduce_scatter(torch::empty({kElements}), torch::ones({kElements * n}), "unit 'a', backward");
   return seam.all_reduce(torch::ones({kElements}), "gradient norm");
 }
 
@@ -53,8 +54,8 @@ namespace {
 
 void check_survivors(int world_size, int victim, const std::string& operation) {
   INFO("world size " << world_size << ", victim " << victim << ", " << operation);
-  const auto results = run_in_own_processes(world_size, "victim dies in a collective", 40s,
-                                            {{"VICTIM", std::to_string(victim)}, {"OPERATION", operation}});
+  const auto results =
+      run_in_own_processes(world_size, "victim dies in a collective", 40s, {{"VICTIM", std::to_string(victim)}, {"OPERATION", operation}});
   for (const auto& result : results) {
     INFO("rank " << result.rank << ": " << result.message << "\n" << result.output);
     if (result.rank == victim) {
@@ -104,7 +105,8 @@ RANK_BODY("victim stops in a collective") {
 TEST_CASE("a rank that stops ends the others at the timeout", "[comm]") {
   for (const int victim : {0, 2}) {
     INFO("victim " << victim);
-    const auto results = run_in_own_processes(3, "victim stops in a collective", 40s, {{kWithoutGroup, "1"}, {"VICTIM", std::to_string(victim)}});
+    const auto results =
+        run_in_own_processes(3, "victim stops in a collective", 40s, {{kWithoutGroup, "1"}, {"VICTIM", std::to_string(victim)}});
     for (const auto& result : results) {
       if (result.rank == victim) continue;
       INFO("rank " << result.rank << ": " << result.message << "\n" << result.output);

@@ -82,7 +82,8 @@ RANK_BODY("joins or says why not") {
 namespace {
 
 void check_taken(int port) {
-  for (const auto& result : run_in_own_processes(2, "joins or says why not", 60s, {{kWithoutGroup, "1"}, {"MASTER_PORT", std::to_string(port)}})) {
+  for (const auto& result :
+       run_in_own_processes(2, "joins or says why not", 60s, {{kWithoutGroup, "1"}, {"MASTER_PORT", std::to_string(port)}})) {
     INFO(result.message << "\n" << result.output);
     CHECK(result.exit_code == 1);
     CHECK_THAT(result.message, ContainsSubstring("port " + std::to_string(port) + " is taken by another program"));

@@ -27,11 +27,16 @@ class PassedBarrier final : public comm::Work {
 
 comm::Pending pass(comm::Collectives& inner, const comm::Request& request) {
   switch (request.operation) {
-    case Operation::ALL_GATHER: return inner.all_gather(request.output, request.input, request.purpose);
-    case Operation::REDUCE_SCATTER: return inner.reduce_scatter(request.output, request.input, request.purpose);
-    case Operation::ALL_REDUCE: return inner.all_reduce(request.output, request.purpose);
-    case Operation::BROADCAST: return inner.broadcast(request.output, request.root, request.purpose);
-    case Operation::BARRIER: break;
+    case Operation::ALL_GATHER:
+      return inner.all_gather(request.output, request.input, request.purpose);
+    case Operation::REDUCE_SCATTER:
+      return inner.reduce_scatter(request.output, request.input, request.purpose);
+    case Operation::ALL_REDUCE:
+      return inner.all_reduce(request.output, request.purpose);
+    case Operation::BROADCAST:
+      return inner.broadcast(request.output, request.root, request.purpose);
+    case Operation::BARRIER:
+      break;
   }
   throw std::logic_error("an operation that is not passed on");
 }

@@ -29,7 +29,8 @@ std::set<std::string> own_inodes() {
 std::string address_of(const std::string& text) {
   const std::string words = text.substr(0, text.find(':'));
   std::array<uint32_t, 4> raw{};
-  for (size_t i = 0; i * 8 < words.size() && i < raw.size(); ++i) raw[i] = static_cast<uint32_t>(std::stoul(words.substr(8 * i, 8), nullptr, 16));
+  for (size_t i = 0; i * 8 < words.size() && i < raw.size(); ++i)
+    raw[i] = static_cast<uint32_t>(std::stoul(words.substr(8 * i, 8), nullptr, 16));
   std::array<char, INET6_ADDRSTRLEN> out{};
   inet_ntop(words.size() == 8 ? AF_INET : AF_INET6, raw.data(), out.data(), out.size());
   return out.data();

@@ -187,16 +187,11 @@ ReservedPort::ReservedPort() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0
 ReservedPort::~ReservedPort() { close(fd_); }
 
 Variables launch_variables(int rank, int world_size, int port) {
-  return {{"RANK", std::to_string(rank)},
-          {"WORLD_SIZE", std::to_string(world_size)},
-          {"LOCAL_RANK", std::to_string(rank)},
-          {"MASTER_ADDR", "127.0.0.1"},
-          {"MASTER_PORT", std::to_string(port)},
-          {"TORCHELASTIC_USE_AGENT_STORE", ""},
-          {"TORCHELASTIC_RESTART_COUNT", ""},
-          {"OMP_NUM_THREADS", "1"},
-          {"OMP_WAIT_POLICY", "PASSIVE"},
-          {"GOMP_SPINCOUNT", "0"}};
+  return {{"RANK", std::to_string(rank)},        {"WORLD_SIZE", std::to_string(world_size)},
+          {"LOCAL_RANK", std::to_string(rank)},  {"MASTER_ADDR", "127.0.0.1"},
+          {"MASTER_PORT", std::to_string(port)}, {"TORCHELASTIC_USE_AGENT_STORE", ""},
+          {"TORCHELASTIC_RESTART_COUNT", ""},    {"OMP_NUM_THREADS", "1"},
+          {"OMP_WAIT_POLICY", "PASSIVE"},        {"GOMP_SPINCOUNT", "0"}};
 }
 
 }  // namespace fsdp::testing

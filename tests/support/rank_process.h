@@ -20,7 +20,7 @@ struct Message {
   std::string text;
 };
 
-void write_message(int fd, const Message& message);         // throws when the other side is gone
+void write_message(int fd, const Message& message);          // throws when the other side is gone
 std::optional<Message> take_message(std::string& received);  // the first whole message of what was received so far
 
 class RankProcess {
@@ -34,8 +34,8 @@ class RankProcess {
   std::optional<Message> next_message();
 
   bool ended() const { return ended_; }
-  int wait_status() const { return status_; }    // as of waitpid(). REQUIRES: ended()
-  std::string how_it_ended() const;              // "signal 9 (Killed)"
+  int wait_status() const { return status_; }  // as of waitpid(). REQUIRES: ended()
+  std::string how_it_ended() const;            // "signal 9 (Killed)"
   std::chrono::steady_clock::time_point end_time() const { return end_time_; }
 
   void kill();          // SIGKILL; receive() will see the end

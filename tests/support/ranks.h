@@ -42,13 +42,13 @@ std::string problem_on_pool(int world_size, const std::string& name, std::chrono
 // How one rank of its own process ended.
 struct RankResult {
   int rank = 0;
-  bool exited = false;      // false: ended by `signal`
-  int exit_code = 0;        // 0: body returned; 1: body threw
+  bool exited = false;  // false: ended by `signal`
+  int exit_code = 0;    // 0: body returned; 1: body threw
   int signal = 0;
   bool killed_by_limit = false;
-  std::string message;      // what the body threw, or ""
-  std::string output;       // stdout and stderr, the last 8 KB
-  double seconds = 0;       // from start of the rank to its end
+  std::string message;  // what the body threw, or ""
+  std::string output;   // stdout and stderr, the last 8 KB
+  double seconds = 0;   // from start of the rank to its end
 };
 
 // Runs the body registered as `name` in fresh processes, for tests that kill, stop or end ranks. `environment` is added to every
@@ -68,31 +68,31 @@ std::string error_of(const std::function<void()>& f);
 
 }  // namespace fsdp::testing
 
-#define EXPECT(condition, explanation)                                                                       \
-  do {                                                                                                       \
-    if (!(condition)) {                                                                                      \
-      std::ostringstream expect_out;                                                                         \
-      expect_out << __FILE__ << ":" << __LINE__ << ": expected " #condition "; " << explanation;             \
-      throw std::runtime_error(expect_out.str());                                                            \
-    }                                                                                                        \
+#define EXPECT(condition, explanation)                                                           \
+  do {                                                                                           \
+    if (!(condition)) {                                                                          \
+      std::ostringstream expect_out;                                                             \
+      expect_out << __FILE__ << ":" << __LINE__ << ": expected " #condition "; " << explanation; \
+      throw std::runtime_error(expect_out.str());                                                \
+    }                                                                                            \
   } while (false)
 
 #define FSDP_CONCAT2(a, b) a##b
 #define FSDP_CONCAT(a, b) FSDP_CONCAT2(a, b)
 
 // A body for run_in_own_processes, or one that several tests run.
-#define RANK_BODY(name)                                                                                                              \
-  static void FSDP_CONCAT(rank_body_, __LINE__)(fsdp::ProcessGroup & group);                                                        \
-  static const fsdp::testing::RegisterRankBody FSDP_CONCAT(register_, __LINE__)(name, FSDP_CONCAT(rank_body_, __LINE__));            \
+#define RANK_BODY(name)                                                                                                   \
+  static void FSDP_CONCAT(rank_body_, __LINE__)(fsdp::ProcessGroup & group);                                              \
+  static const fsdp::testing::RegisterRankBody FSDP_CONCAT(register_, __LINE__)(name, FSDP_CONCAT(rank_body_, __LINE__)); \
   static void FSDP_CONCAT(rank_body_, __LINE__)([[maybe_unused]] fsdp::ProcessGroup & group)
 
-#define RANKS_TEST(name, tags, ...)                                                                                                  \
-  static void FSDP_CONCAT(rank_body_, __LINE__)(fsdp::ProcessGroup & group);                                                        \
-  static const fsdp::testing::RegisterRankBody FSDP_CONCAT(register_, __LINE__)(name, FSDP_CONCAT(rank_body_, __LINE__));            \
-  TEST_CASE(name, tags) {                                                                                                            \
-    for (int world_size : {__VA_ARGS__}) {                                                                                           \
-      INFO("world size " << world_size);                                                                                             \
-      fsdp::testing::run_on_pool(world_size, name);                                                                                  \
-    }                                                                                                                                \
-  }                                                                                                                                  \
+#define RANKS_TEST(name, tags, ...)                                                                                       \
+  static void FSDP_CONCAT(rank_body_, __LINE__)(fsdp::ProcessGroup & group);                                              \
+  static const fsdp::testing::RegisterRankBody FSDP_CONCAT(register_, __LINE__)(name, FSDP_CONCAT(rank_body_, __LINE__)); \
+  TEST_CASE(name, tags) {                                                                                                 \
+    for (int world_size : {__VA_ARGS__}) {                                                                                \
+      INFO("world size " << world_size);                                                                                  \
+      fsdp::testing::run_on_pool(world_size, name);                                                                       \
+    }                                                                                                                     \
+  }                                                                                                                       \
   static void FSDP_CONCAT(rank_body_, __LINE__)([[maybe_unused]] fsdp::ProcessGroup & group)

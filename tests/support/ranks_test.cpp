@@ -1,6 +1,6 @@
 // The harness itself: what a failing test over several ranks tells, and what it leaves behind.
-#include "support/rank_process.h"
 #include "support/ranks.h"
+#include "support/rank_process.h"
 #include "support/temp_folder.h"
 #include "support/worker.h"
 

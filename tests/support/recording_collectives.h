@@ -26,7 +26,7 @@ class CollectiveLog {
   void add(CollectiveRecord record) { records_.push_back(std::move(record)); }
   void clear() { records_.clear(); }
   const std::vector<CollectiveRecord>& records() const { return records_; }
-  std::string text() const;                        // "operation purpose\n" each, in the order in which they were started
+  std::string text() const;  // "operation purpose\n" each, in the order in which they were started
   int64_t count(const std::string& operation) const;
   int64_t bytes(const std::string& operation) const;
 

@@ -29,17 +29,18 @@ RANKS_TEST("a recorded group does what the real one does, and writes it down in 
              "barrier\n"
              "exchange plan\n",
          recorded.log->text());
-  EXPECT(recorded.log->bytes("all_gather") == 16 * n && recorded.log->bytes("reduce_scatter") == 16 * n && recorded.log->bytes("all_reduce") == 24,
+  EXPECT(recorded.log->bytes("all_gather") == 16 * n && recorded.log->bytes("reduce_scatter") == 16 * n &&
+             recorded.log->bytes("all_reduce") == 24,
          recorded.log->bytes("all_gather"));
   EXPECT(recorded.log->count("all_gather") == 1 && recorded.log->count("broadcast") == 0, "wrong counts");
 }
 
 RANKS_TEST("an error passes through a stand-in with its text, once", "[comm][quick]", 2) {
-  fsdp::ProcessGroup other = fsdp::init_process_group({.timeout = std::chrono::seconds(10), .rendezvous_timeout = std::chrono::seconds(10)});
+  fsdp::ProcessGroup other =
+      fsdp::init_process_group({.timeout = std::chrono::seconds(10), .rendezvous_timeout = std::chrono::seconds(10)});
   auto recorded = fsdp::testing::record(other);
   recorded.group.close();
-  const std::string error =
-      fsdp::testing::error_of([&] { recorded.group.collectives()->all_reduce(torch::ones({1}), "norm").wait(); });
+  const std::string error = fsdp::testing::error_of([&] { recorded.group.collectives()->all_reduce(torch::ones({1}), "norm").wait(); });
   EXPECT(error.starts_with("rank " + std::to_string(group.rank()) + " of 2: all_reduce (norm) failed after"), error);
   EXPECT(error.find("all_reduce", error.find("all_reduce") + 1) == std::string::npos, "described twice: " << error);
 }
