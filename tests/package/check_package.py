@@ -94,12 +94,12 @@ def outside(o, way, cxx20, build_it):
         write_if_changed(f"{project}/{file}", text)
     # Once with LibTorch named by the user, once left to what the package remembers.
     prefixes = ([f"{o.room}/prefix"] if way == "find-package" else []) + ([o.torch] if cxx20 else [])
-    shutil.rmtree(f"{project}/build/CMakeFiles", ignore_errors=True)
-    if os.path.exists(f"{project}/build/CMakeCache.txt"):
-        os.remove(f"{project}/build/CMakeCache.txt")
-    run(*configure_command(o, project, f"{project}/build", prefixes))
+    shutil.rmtree(f"{project}/from-nothing", ignore_errors=True)
+    run(*configure_command(o, project, f"{project}/from-nothing", prefixes))
     if not build_it:
         return
+    # What is built is kept, so that it is compiled again only when the library or the program has changed.
+    run(*configure_command(o, project, f"{project}/build", prefixes))
     jobs = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["-j", str(os.cpu_count() or 1)]
     run(o.cmake, "--build", f"{project}/build", "--target", "main", *jobs)
     program = f"{project}/build/main"
