@@ -120,6 +120,32 @@ TEST_CASE("two processes with one rank are an error on all", "[comm]") {
   check_all_fail(3, "another claims rank 1 when the group has been formed", {"RANK=1 is claimed by two processes"});
 }
 
+// Two jobs with one port by mistake: the one that runs must not pay for it.
+RANK_BODY("another claims rank 1 when the group has long been at work") {
+  const bool late = launched_as() == 2;
+  pretend(std::min(launched_as(), 1), 2);
+  if (late) std::this_thread::sleep_for(12s);
+  if (!late) {
+    auto group = fsdp::init_process_group({.timeout = 10s, .rendezvous_timeout = 20s});
+    for (int i = 0; i < 700; ++i) {
+      group.barrier();
+      std::this_thread::sleep_for(20ms);
+    }
+    return;
+  }
+  const std::string error = error_of([] { fsdp::init_process_group({.rendezvous_timeout = 20s}); });
+  EXPECT(error.find("RANK=1 is claimed by two processes") != std::string::npos, error);
+}
+
+TEST_CASE("a process that comes much later cannot end a group at work", "[comm][stress]") {
+  const auto results = run_in_own_processes(3, "another claims rank 1 when the group has long been at work", 60s, {{kWithoutGroup, "1"}});
+  for (const RankResult& result : results) {
+    INFO("process " << result.rank << ": " << result.message << "\n" << result.output);
+    CHECK(result.exited);
+    CHECK(result.exit_code == 0);
+  }
+}
+
 RANK_BODY("world sizes 2 and 3") {
   pretend(launched_as(), launched_as() == 0 ? 2 : 3);
   fail_in_time();
