@@ -118,6 +118,18 @@ void FailureWatch::report(const std::string& error) noexcept {
   }
 }
 
+void FailureWatch::leave(bool serving) noexcept {
+  const auto key = [](int rank) { return c10::str("left_failed/", rank); };
+  try {
+    if (!board_ || lost_since_ || board_->lost()) return;
+    board_->start_set_once(key(rank_), "").wait_for(kGlance);  // the process that serves may be the one that stopped
+    const auto until = Clock::now() + kReport;
+    for (size_t rank = 0; serving && rank < members_.size(); ++rank)
+      while (!board_->read(key(static_cast<int>(rank))) && Clock::now() < until) std::this_thread::sleep_for(milliseconds(5));
+  } catch (const std::exception&) {
+  }
+}
+
 void FailureWatch::stop() noexcept { board_.reset(); }
 
 }  // namespace fsdp::comm

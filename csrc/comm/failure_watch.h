@@ -43,6 +43,10 @@ class FailureWatch {
   // Leaves a note unless there is one. A best effort.
   void report(const std::string& error) noexcept;
 
+  // After a failure. Where this process serves the board, it stays for half a second at most until the others have failed too and read
+  // why: its end takes the board along. A best effort.
+  void leave(bool serving) noexcept;
+
   void stop() noexcept;
 
  private:

@@ -7,6 +7,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
@@ -177,6 +178,7 @@ class Gloo final : public Collectives {
   void failed(const std::string& error) noexcept override {
     watch_->report(error);
     let_go();
+    watch_->leave(hosted_ != nullptr);
   }
 
  private:
@@ -193,6 +195,8 @@ class Gloo final : public Collectives {
     try {
       while (made.wait_for(kSlice) != std::future_status::ready) {
         watch_->look();
+        // Who contradicts this group may have come between the handshake and here; the others then never connect.
+        watch_->look_while_young();
         watch_->look_for_members();
         TORCH_CHECK(Clock::now() - started < limit, "not connected within ", limit.count() / 1000.0, " s");
       }
@@ -232,8 +236,8 @@ class Gloo final : public Collectives {
   }
 
   WorkPtr all_reduce(const at::Tensor& tensor) {
-    TORCH_CHECK(gloo_sums(tensor.scalar_type()), "Gloo cannot add up tensors of ", tensor.scalar_type());
-    std::vector<at::Tensor> tensors{tensor};
+    std::vector<at::Tensor> tensors{tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor};
+    TORCH_CHECK(gloo_sums(tensors[0].scalar_type()), "Gloo cannot add up tensors of ", tensor.scalar_type());
     return group_->allreduce(tensors);
   }
 
