@@ -45,22 +45,25 @@ int64_t Plan::shard_bytes() const {
 }
 
 int64_t Plan::unsharded_bytes() const {
-  return sum_over_groups(*this, [this](const PlannedGroup& group) { return group.shard_numel * world_size * bytes_of(group.compute_dtype); });
+  return sum_over_groups(*this,
+                         [this](const PlannedGroup& group) { return group.shard_numel * world_size * bytes_of(group.compute_dtype); });
 }
 
 std::string Plan::to_string() const {
   size_t width = 6;
   for (const auto& unit : units) width = std::max(width, unit.name.size());
-  std::string text = fmt::format("{:<{}}  {:>10}  {:>14}  {:<18}  {:>12}  {:>6}\n", "unit", width, "parameters", "elements", "dtype", "per rank", "share");
+  std::string text =
+      fmt::format("{:<{}}  {:>10}  {:>14}  {:<18}  {:>12}  {:>6}\n", "unit", width, "parameters", "elements", "dtype", "per rank", "share");
   const auto total = std::max<int64_t>(1, numel());
   for (const auto& unit : units)
     for (const auto& group : unit.groups) {
       const std::string dtype = fmt::format("{}{}", c10::toString(group.dtype), group.trainable ? "" : " frozen");
-      text += fmt::format("{:<{}}  {:>10}  {:>14}  {:<18}  {:>12}  {:>5.1f}%\n", unit.name.empty() ? "(root)" : unit.name, width, group.parameters.size(),
-                          group.numel(), dtype, human_bytes(group.shard_numel * bytes_of(group.dtype)), 100.0 * group.numel() / total);
+      text += fmt::format("{:<{}}  {:>10}  {:>14}  {:<18}  {:>12}  {:>5.1f}%\n", unit.name.empty() ? "(root)" : unit.name, width,
+                          group.parameters.size(), group.numel(), dtype, human_bytes(group.shard_numel * bytes_of(group.dtype)),
+                          100.0 * group.numel() / total);
     }
-  text += fmt::format("{} elements in {} units over {} rank{}: {} of parameters per rank, {} when whole\n", numel(), units.size(), world_size,
-                      world_size == 1 ? "" : "s", human_bytes(shard_bytes()), human_bytes(unsharded_bytes()));
+  text += fmt::format("{} elements in {} units over {} rank{}: {} of parameters per rank, {} when whole\n", numel(), units.size(),
+                      world_size, world_size == 1 ? "" : "s", human_bytes(shard_bytes()), human_bytes(unsharded_bytes()));
   for (const auto& unit : units)
     for (const auto& group : unit.groups)
       for (const auto& parameter : group.parameters)
@@ -73,9 +76,10 @@ std::vector<std::string> agreement_lines(const Plan& plan) {
   for (const auto& unit : plan.units)
     for (const auto& group : unit.groups)
       for (const auto& parameter : group.parameters)
-        lines.push_back(fmt::format("unit '{}', {} computing in {}, {}: {} [{}] at {}{}{}", unit.name, c10::toString(group.dtype), c10::toString(group.compute_dtype),
-                                    group.trainable ? "trainable" : "frozen", parameter.name, fmt::join(parameter.shape, ", "), parameter.offset,
-                                    parameter.other_names.empty() ? "" : ", also ", fmt::join(parameter.other_names, ", ")));
+        lines.push_back(fmt::format("unit '{}', {} computing in {}, {}: {} [{}] at {}{}{}", unit.name, c10::toString(group.dtype),
+                                    c10::toString(group.compute_dtype), group.trainable ? "trainable" : "frozen", parameter.name,
+                                    fmt::join(parameter.shape, ", "), parameter.offset, parameter.other_names.empty() ? "" : ", also ",
+                                    fmt::join(parameter.other_names, ", ")));
   return lines;
 }
 

@@ -43,7 +43,8 @@ void lay_out(PlannedGroup& group, int world_size) {
 
 }  // namespace
 
-PlannedModel make_plan(const ModuleTree& tree, const std::vector<bool>& units, int world_size, std::optional<c10::ScalarType> compute_dtype) {
+PlannedModel make_plan(const ModuleTree& tree, const std::vector<bool>& units, int world_size,
+                       std::optional<c10::ScalarType> compute_dtype) {
   std::vector<std::vector<int>> owned(tree.nodes.size());
   for (size_t p = 0; p < tree.parameters.size(); ++p) owned[owner_of(tree.parameters[p], units)].push_back(static_cast<int>(p));
 

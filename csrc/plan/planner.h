@@ -20,7 +20,8 @@ struct PlannedModel {
 
 // Every tensor gets one owner: the innermost unit that contains all modules which register it, so a weight tied across units
 // belongs to a unit around both. compute_dtype: the unsharded dtype of floating parameters; none keeps each one's own.
-PlannedModel make_plan(const ModuleTree& tree, const std::vector<bool>& units, int world_size, std::optional<c10::ScalarType> compute_dtype);
+PlannedModel make_plan(const ModuleTree& tree, const std::vector<bool>& units, int world_size,
+                       std::optional<c10::ScalarType> compute_dtype);
 
 // The plan as text that is equal on two ranks exactly if their plans are: one line per fact, for comparison and for naming the
 // first difference.

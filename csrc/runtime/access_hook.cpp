@@ -51,11 +51,27 @@ class Pins {
   std::vector<UnitsOfModel> wanted_, pinned_;
 };
 
-void refuse_write(const c10::FunctionSchema& schema, const TrackedTensor& tracked, const at::Tensor& tensor) {
-  const auto* parameter = tracked.parameter ? tracked.parameter : tracked.group->parameter_at(tensor.storage_offset());
-  TORCH_CHECK(false, schema.name(), " writes to parameter '", parameter ? parameter->name : tracked.group->unit_title,
-              "' while it is gathered; what is written there is lost when the parameter is freed. Write to parameters outside forward, or keep the "
+std::string name_of(const TrackedTensor& tracked, const at::Tensor& tensor) {
+  if (tracked.parameter) return "'" + tracked.parameter->name + "'";
+  const auto reached = tracked.group->parameters_under(tensor);
+  return reached.empty() ? "of " + tracked.group->unit_title : "'" + reached.front()->name + "'";
+}
+
+void check_write(const c10::FunctionSchema& schema, const TrackedTensor& tracked, const at::Tensor& tensor) {
+  TORCH_CHECK(schema.name() != "aten::set_" && schema.name() != "aten::resize_", schema.name(), " would give parameter ",
+              name_of(tracked, tensor),
+              " other memory while it is gathered, which sharding has no place for. Copy values with copy_ instead");
+  TORCH_CHECK(tracked.model->writes_allowed(), schema.name(), " writes to parameter ", name_of(tracked, tensor),
+              " while it is gathered; what is written there is lost when the parameter is freed. Wrap with .parameter_writes = "
+              "ParameterWrites::WRITE_THROUGH if every rank writes the same values, write inside summon_full_params({.write_back = true}), "
+              "or keep the "
               "value in a buffer");
+}
+
+// Gives its first argument other data altogether. Tensor::set_data is no operator, but asks the first of these before it acts; torch::load
+// uses the second.
+bool replaces_data(const c10::FunctionSchema& schema) {
+  return schema.name() == "aten::_has_compatible_shallow_copy_type" || schema.name() == "aten::set_";
 }
 
 void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -66,33 +82,46 @@ void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
 
   Pins pins;
   std::vector<SliceUse> slices;
-  std::vector<TrackedTensor> written;  // shards, not gradients
+  std::vector<TrackedTensor> written_shards;
+  std::vector<std::pair<TrackedTensor, at::Tensor>> written_gathered;
   {
     WithoutAccessHook no_hook;
-    visit_tensors(*stack, first, arguments.size(), [&](const at::Tensor& tensor, size_t slot, size_t position) -> std::optional<at::Tensor> {
-      if (!tensor.key_set().has(kAccessKey)) return std::nullopt;
-      const auto tracked = registry::find(tensor);
-      if (!tracked) return std::nullopt;
-      const bool is_handle = tracked->kind == TrackedTensor::Kind::PARAMETER;
-      const bool gathers = is_handle ? tracked->model->computing() || in_graph_task : tracked->kind == TrackedTensor::Kind::UNSHARDED;
-      if (gathers) {
-        if (is_written(arguments[slot])) refuse_write(schema, *tracked, tensor);
-        pins.want(tracked->model, tracked->unit);
-        if (!is_handle) return std::nullopt;
-        // A handle met in backward while the model rests was saved by somebody's own Function: it reads the full values.
-        return tracked->model->computing() ? tracked->model->alias_of(*tracked->parameter) : tracked->parameter->full;
-      }
-      slices.push_back({*tracked, slot, position, tensor.numel(), tensor.requires_grad()});
-      if (tracked->kind != TrackedTensor::Kind::GRADIENT && is_written(arguments[slot])) written.push_back(*tracked);
-      return std::nullopt;
-    });
+    visit_tensors(
+        *stack, first, arguments.size(), [&](const at::Tensor& tensor, size_t slot, size_t position) -> std::optional<at::Tensor> {
+          if (!tensor.key_set().has(kAccessKey)) return std::nullopt;
+          const auto tracked = registry::find(tensor);
+          if (!tracked) return std::nullopt;
+          const bool is_handle = tracked->kind == TrackedTensor::Kind::PARAMETER;
+          if (replaces_data(schema)) {  // at rest, the next bracket finds what it brought
+            TORCH_CHECK(
+                slot != 0 || !is_handle || !tracked->model->computing(), "parameter ", name_of(*tracked, tensor),
+                " would be given other data (set_data, set_) in the middle of forward, and leave its shard. Copy values with copy_ (see "
+                "ParameterWrites), or do it outside the wrapper");
+            if (slot == 0 && is_handle) return std::nullopt;
+          }
+          const bool gathers = is_handle ? tracked->model->computing() || in_graph_task : tracked->kind == TrackedTensor::Kind::UNSHARDED;
+          if (gathers) {
+            if (is_written(arguments[slot])) {
+              check_write(schema, *tracked, tensor);
+              written_gathered.emplace_back(*tracked, is_handle ? tracked->parameter->full : tensor);
+            }
+            pins.want(tracked->model, tracked->unit);
+            if (!is_handle) return std::nullopt;
+            return tracked->model->computing() ? tracked->model->alias_of(*tracked->parameter)
+                                               : tracked->model->saved_handle(*tracked->parameter);
+          }
+          slices.push_back({*tracked, slot, position, tensor.numel(), tensor.requires_grad()});
+          if (tracked->kind != TrackedTensor::Kind::GRADIENT && is_written(arguments[slot])) written_shards.push_back(*tracked);
+          return std::nullopt;
+        });
     if (!slices.empty()) check_slice_arguments(schema, *stack, slices);
     pins.acquire();
   }
   // The key stays included: the operator may be made of others that touch further units.
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kAccessKey), stack);
   if (!slices.empty()) check_slice_results(schema, *stack, slices);
-  for (const auto& tracked : written) tracked.model->shard_was_written(*tracked.unit);
+  for (const auto& [tracked, tensor] : written_gathered) tracked.model->keep_written(*tracked.group, tensor);
+  for (const auto& tracked : written_shards) tracked.model->shard_was_written(*tracked.unit);
 }
 
 }  // namespace

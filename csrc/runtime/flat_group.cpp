@@ -1,8 +1,9 @@
 #include "runtime/flat_group.h"
 
-#include <ATen/EmptyTensor.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/TensorImpl.h>
@@ -20,7 +21,8 @@ namespace {
 
 // A tensor on `flat`'s storage that carries the access key, made without autograd's knowledge: to autograd it is no view.
 at::Tensor keyed_view(const at::Tensor& flat, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
-  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(flat.storage()), flat.key_set().add(kAccessKey), flat.dtype());
+  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(flat.storage()), flat.key_set().add(kAccessKey),
+                                                       flat.dtype());
   view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return view;
 }
@@ -52,7 +54,8 @@ at::Tensor ShardedParameter::in_memory_order(const at::Tensor& tensor) const {
 FlatGroup::FlatGroup(std::string title, const PlannedGroup& planned, const std::vector<at::Tensor>& tensors, int world_size, int rank_)
     : unit_title(std::move(title)),
       layout(numels_of(tensors),
-             alignment_in_elements({static_cast<int64_t>(c10::elementSize(planned.dtype)), static_cast<int64_t>(c10::elementSize(planned.compute_dtype))}),
+             alignment_in_elements(
+                 {static_cast<int64_t>(c10::elementSize(planned.dtype)), static_cast<int64_t>(c10::elementSize(planned.compute_dtype))}),
              world_size),
       dtype(planned.dtype),
       compute_dtype(planned.compute_dtype),
@@ -74,7 +77,8 @@ FlatGroup::FlatGroup(std::string title, const PlannedGroup& planned, const std::
       p.full_strides = p.handle.strides().vec();
       p.memory_order.resize(p.full_shape.size());
       std::iota(p.memory_order.begin(), p.memory_order.end(), 0);
-      std::stable_sort(p.memory_order.begin(), p.memory_order.end(), [&](int64_t a, int64_t b) { return p.full_strides[a] > p.full_strides[b]; });
+      std::stable_sort(p.memory_order.begin(), p.memory_order.end(),
+                       [&](int64_t a, int64_t b) { return p.full_strides[a] > p.full_strides[b]; });
     }
     p.full = keyed_view(unsharded, p.full_shape, p.full_strides, layout.offset(p.index));
     p.slice = keyed_slice(shard, layout.slice(p.index, rank));
@@ -90,13 +94,19 @@ int64_t FlatGroup::unsharded_bytes() const { return layout.unsharded_numel() * s
 int64_t FlatGroup::shard_gradient_bytes() const { return static_cast<int64_t>(storage_of(shard_gradient).nbytes()); }
 
 void FlatGroup::allocate_unsharded() {
+  if (is_whole()) {  // the loan holds the shard: a graph may outlive the model
+    const auto release = [](void* lender) { delete static_cast<at::Tensor*>(lender); };
+    return fill_storage(storage_of(unsharded), at::DataPtr(shard.data_ptr(), new at::Tensor(shard), release, shard.device()),
+                        unsharded_bytes());
+  }
   fill_storage(storage_of(unsharded), c10::GetAllocator(unsharded.device().type())->allocate(unsharded_bytes()), unsharded_bytes());
 }
 
 void FlatGroup::free_unsharded() {
-  empty_storage(storage_of(unsharded), "the parameters of " + unit_title +
-                                           " are not gathered now, so there is no memory to point to. Their data can be reached by operators, or "
-                                           "by pointer inside summon_full_params()");
+  empty_storage(storage_of(unsharded),
+                "the parameters of " + unit_title +
+                    " are not gathered now, so there is no memory to point to. Their data can be reached by operators, or "
+                    "by pointer inside summon_full_params()");
 }
 
 void FlatGroup::allocate_shard_gradient() {
@@ -109,7 +119,8 @@ void FlatGroup::allocate_shard_gradient() {
 void FlatGroup::fill_shard_from_handles() {
   for (const auto& p : parameters) {
     const ShardSlice part = layout.slice(p.index, rank);
-    if (part.length) shard.narrow(0, part.begin_in_shard, part.length).copy_(p.in_memory_order(p.handle).narrow(0, part.begin_in_parameter, part.length));
+    if (part.length)
+      shard.narrow(0, part.begin_in_shard, part.length).copy_(p.in_memory_order(p.handle).narrow(0, part.begin_in_parameter, part.length));
   }
 }
 
@@ -136,10 +147,29 @@ void FlatGroup::hold_slices() {
   }
 }
 
-const ShardedParameter* FlatGroup::parameter_at(int64_t offset) const {
-  for (const auto& p : parameters)
-    if (layout.offset(p.index) <= offset && offset < layout.offset(p.index) + std::max<int64_t>(1, layout.numel(p.index))) return &p;
-  return nullptr;
+std::vector<ShardedParameter*> FlatGroup::parameters_under(const at::Tensor& view) {
+  std::vector<ShardedParameter*> reached;
+  if (view.numel() == 0) return reached;
+  const int64_t begin = view.storage_offset();
+  int64_t last = begin;
+  for (int64_t d = 0; d < view.dim(); ++d) last += (view.size(d) - 1) * view.stride(d);
+  for (auto& p : parameters)
+    if (layout.offset(p.index) <= last && begin < layout.offset(p.index) + layout.numel(p.index)) reached.push_back(&p);
+  return reached;
+}
+
+at::Tensor FlatGroup::own_part() const { return unsharded.narrow(0, rank * layout.shard_numel(), layout.shard_numel()); }
+
+void FlatGroup::keep_written(ShardedParameter& parameter) {
+  if (is_whole()) return;
+  const ShardSlice part = layout.slice(parameter.index, rank);
+  if (part.length) shard.narrow(0, part.begin_in_shard, part.length).copy_(own_part().narrow(0, part.begin_in_shard, part.length));
+}
+
+void FlatGroup::keep_changes() {
+  if (is_whole()) return;
+  const auto own = own_part();
+  shard.copy_(at::where(own == shard.to(compute_dtype), shard, own.to(dtype)));
 }
 
 }  // namespace fsdp

@@ -34,9 +34,9 @@ struct ShardedParameter {
   std::vector<int64_t> full_strides;
   std::vector<int64_t> memory_order;  // dims by falling stride where the layout is not the usual one; empty otherwise
 
-  at::Tensor full;            // what the handle holds when COMPUTING
-  at::Tensor slice;           // what the handle holds when SHARDED
-  at::Tensor gradient_slice;  // what .grad holds
+  at::Tensor full;                     // what the handle holds when COMPUTING
+  at::Tensor slice;                    // what the handle holds when SHARDED
+  at::Tensor gradient_slice;           // what .grad holds
   std::shared_ptr<GradientSink> sink;  // null for dtypes that have no gradients
 
   // What kernels get instead of the handle, by grad mode; see ShardedModel::alias_of.
@@ -66,6 +66,8 @@ struct FlatGroup {
   at::Tensor unsharded;       // (N·S) compute dtype; its storage is emptied and refilled, its version counter is nobody else's
 
   int64_t unsharded_bytes() const;
+  // One rank that computes in the shard's own dtype: the unsharded buffer is the shard's memory, nothing is gathered or copied.
+  bool is_whole() const { return layout.world_size() == 1 && dtype == compute_dtype; }
   int64_t shard_gradient_bytes() const;  // 0 before the first reduction
 
   // Fills `shard` from the handles' plain values. `flat` (N·S, dtype), when given, holds all ranks' values instead.
@@ -77,10 +79,17 @@ struct FlatGroup {
   void hold_full();
   void hold_slices();
 
-  void allocate_unsharded();
+  void allocate_unsharded();  // REQUIRES: empty. is_whole(): lends the shard's memory instead
   void free_unsharded();
   void allocate_shard_gradient();  // zeros; does nothing the second time
-  const ShardedParameter* parameter_at(int64_t offset_in_unsharded) const;  // for messages; null for padding
+
+  // The parameters that a tensor on the unsharded buffer can reach.
+  std::vector<ShardedParameter*> parameters_under(const at::Tensor& view);
+  // Copies this rank's part of a gathered parameter back into the shard. REQUIRES: resident.
+  void keep_written(ShardedParameter& parameter);
+  // The same for all elements that differ from what was gathered; those that do not keep the master's precision. REQUIRES: resident.
+  void keep_changes();
+  at::Tensor own_part() const;  // (S) of `unsharded`
 };
 
 }  // namespace fsdp

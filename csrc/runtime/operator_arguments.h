@@ -11,9 +11,9 @@
 
 namespace fsdp {
 
-// visit(tensor, slot, position) is called for every defined tensor in stack[first, first+count): `slot` counts from `first`, `position` within a list
-// (0 for a plain tensor). It returns a tensor to put in its place, or nullopt to leave it. Lists are copied before they change:
-// the caller may own them.
+// visit(tensor, slot, position) is called for every defined tensor in stack[first, first+count): `slot` counts from `first`, `position`
+// within a list (0 for a plain tensor). It returns a tensor to put in its place, or nullopt to leave it. Lists are copied before they
+// change: the caller may own them.
 template <class Visit>
 void visit_tensors(torch::jit::Stack& stack, size_t first, size_t count, Visit visit) {
   for (size_t slot = 0; slot < count; ++slot) {

@@ -1,7 +1,7 @@
 #include "runtime/reducer.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/real.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -27,10 +27,11 @@ Existing existing_gradient(const ShardedParameter& parameter) {
 
 void take_over_assigned(ShardedParameter& parameter, int rank) {
   const auto& grad = parameter.handle.grad();
-  TORCH_CHECK(grad.sizes() == parameter.gradient_slice.sizes() && grad.scalar_type() == parameter.gradient_slice.scalar_type(), "rank ", rank,
-              ": .grad of parameter '", parameter.name, "' was assigned a tensor of shape ", grad.sizes(), " and dtype ", grad.scalar_type(),
-              "; a sharded parameter's gradient is this rank's slice, of shape ", parameter.gradient_slice.sizes(), " and dtype ",
-              parameter.gradient_slice.scalar_type(), ". Assign a tensor like the .grad found there, or call zero_grad() before backward");
+  TORCH_CHECK(grad.sizes() == parameter.gradient_slice.sizes() && grad.scalar_type() == parameter.gradient_slice.scalar_type(), "rank ",
+              rank, ": .grad of parameter '", parameter.name, "' was assigned a tensor of shape ", grad.sizes(), " and dtype ",
+              grad.scalar_type(), "; a sharded parameter's gradient is this rank's slice, of shape ", parameter.gradient_slice.sizes(),
+              " and dtype ", parameter.gradient_slice.scalar_type(),
+              ". Assign a tensor like the .grad found there, or call zero_grad() before backward");
   parameter.gradient_slice.copy_(grad);
 }
 
@@ -71,10 +72,12 @@ void Reducer::receive(ShardedParameter& parameter, const at::Tensor& value) {
   if (in_flight_ == &gradient) finish_in_flight();  // a second graph task brings another gradient to a group under way
   ++gradient.arrived;
   if (value.defined()) {
-    TORCH_CHECK(value.layout() == at::kStrided, "rank ", collectives_.rank(), ": parameter '", parameter.name, "' got a gradient of layout ", value.layout(),
+    TORCH_CHECK(value.layout() == at::kStrided, "rank ", collectives_.rank(), ": parameter '", parameter.name,
+                "' got a gradient of layout ", value.layout(),
                 ", which cannot enter a flat gradient buffer. Build its module without sparse gradients (EmbeddingOptions::sparse(false))");
-    TORCH_CHECK(!value.requires_grad(), "rank ", collectives_.rank(), ": backward(create_graph=true) into .grad of sharded parameter '", parameter.name,
-                "' is not supported: the sharded gradient has no graph. Use torch::autograd::grad(..., create_graph=true)");
+    TORCH_CHECK(!value.requires_grad(), "rank ", collectives_.rank(), ": backward(create_graph=true) into .grad of sharded parameter '",
+                parameter.name, "' is not supported: the sharded gradient has no graph. Use torch::autograd::grad(..., create_graph=true)");
+    if (collectives_.world_size() == 1) return add_to_shard(gradient, parameter, parameter.in_memory_order(value));  // nothing to reduce
     if (!gradient.flat.defined()) {
       gradient.flat = at::zeros({layout.gradient_numel()}, at::dtype(parameter.group->dtype));
       buffer_bytes_ += static_cast<int64_t>(gradient.flat.nbytes());
@@ -87,8 +90,6 @@ void Reducer::receive(ShardedParameter& parameter, const at::Tensor& value) {
       const auto part = source.narrow(0, run.begin_in_parameter, run.length);
       if (gradient.has[parameter.index]) {
         target.add_(part.to(target.scalar_type()).div(world_size));
-      } else if (world_size == 1) {
-        target.copy_(part);
       } else if (part.scalar_type() == target.scalar_type()) {
         at::div_out(target, part, at::Scalar(world_size));
       } else {  // divided after the cast: the wider type rounds less
@@ -104,7 +105,6 @@ void Reducer::start(GroupGradient& gradient) {
   finish_in_flight();
   const FlatGroup& group = *gradient.group;
   in_flight_ = &gradient;
-  if (collectives_.world_size() == 1) return;
   RECORD_FUNCTION("fsdp::reduce " + group.unit_title, {});
   const auto& layout = group.layout;
   auto counts = at::zeros({layout.counts_numel()}, at::dtype(at::kFloat));
@@ -118,35 +118,32 @@ void Reducer::start(GroupGradient& gradient) {
 void Reducer::finish_in_flight() {
   if (!in_flight_) return;
   auto& gradient = *std::exchange(in_flight_, nullptr);
-  if (pending_.valid()) {
-    pending_.wait();
-    const auto& layout = gradient.group->layout;
-    const auto counts =
-        gradient.flat.narrow(0, gradient.group->rank * layout.gradient_shard_numel() + layout.shard_numel(), layout.counts_numel()).to(at::kFloat);
-    for (size_t i = 0; i < gradient.has.size(); ++i) gradient.has[i] = counts.data_ptr<float>()[i] > 0.5f;
+  FlatGroup& group = *gradient.group;
+  const auto& layout = group.layout;
+  pending_.wait();
+  const auto own = gradient.flat.narrow(0, group.rank * layout.gradient_shard_numel(), layout.gradient_shard_numel());
+  const auto counts = at::real(own.narrow(0, layout.shard_numel(), layout.counts_numel())).to(at::kFloat);
+  for (auto& parameter : group.parameters) {
+    if (counts.data_ptr<float>()[parameter.index] < 0.5f) continue;
+    const ShardSlice part = layout.slice(parameter.index, group.rank);
+    add_to_shard(gradient, parameter, own.narrow(0, part.begin_in_shard, part.length));
   }
-  add_to_shard(gradient);
   buffer_bytes_ -= static_cast<int64_t>(gradient.flat.nbytes());
   gradient.flat.reset();
   gradient.has.assign(gradient.has.size(), false);
   gradient.arrived = 0;
 }
 
-void Reducer::add_to_shard(GroupGradient& gradient) {
+void Reducer::add_to_shard(GroupGradient& gradient, ShardedParameter& parameter, const at::Tensor& reduced) {
   FlatGroup& group = *gradient.group;
   group.allocate_shard_gradient();
-  const auto reduced = gradient.flat.narrow(0, group.rank * group.layout.gradient_shard_numel(), group.layout.shard_numel());
-  for (auto& parameter : group.parameters) {
-    if (!gradient.has[parameter.index]) continue;
-    const ShardSlice part = group.layout.slice(parameter.index, group.rank);
-    const auto from = reduced.narrow(0, part.begin_in_shard, part.length);
-    auto to = group.shard_gradient.narrow(0, part.begin_in_shard, part.length);
-    // A gradient reduced earlier in this backward counts as existing, although .grad does not show it yet.
-    Existing existing = gradient.defines[parameter.index] ? Existing::OURS : existing_gradient(parameter);
-    if (existing == Existing::ASSIGNED) take_over_assigned(parameter, group.rank);
-    existing == Existing::NONE ? to.copy_(from) : to.add_(from);
-    gradient.defines[parameter.index] = true;
-  }
+  const ShardSlice part = group.layout.slice(parameter.index, group.rank);
+  auto target = group.shard_gradient.narrow(0, part.begin_in_shard, part.length);
+  // A gradient reduced earlier in this backward counts as existing, although .grad does not show it yet.
+  const Existing existing = gradient.defines[parameter.index] ? Existing::OURS : existing_gradient(parameter);
+  if (existing == Existing::ASSIGNED) take_over_assigned(parameter, group.rank);
+  existing == Existing::NONE ? target.copy_(reduced) : target.add_(reduced);
+  gradient.defines[parameter.index] = true;
 }
 
 void Reducer::finish_backward() {

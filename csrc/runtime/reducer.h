@@ -35,17 +35,17 @@ class Reducer {
  private:
   struct GroupGradient {
     FlatGroup* group = nullptr;
-    at::Tensor flat;               // (N·G) dtype; undefined while nothing has arrived
-    std::vector<bool> has;         // by parameter
+    at::Tensor flat;        // (N·G) dtype; undefined while nothing has arrived
+    std::vector<bool> has;  // by parameter
     int64_t arrived = 0;
     int64_t expected = 0;
-    std::vector<bool> defines;     // by parameter: .grad is to be defined at the end
+    std::vector<bool> defines;  // by parameter: .grad is to be defined at the end
   };
 
   GroupGradient& of(const FlatGroup& group);
   void start(GroupGradient& gradient);
   void finish_in_flight();
-  void add_to_shard(GroupGradient& gradient);
+  void add_to_shard(GroupGradient& gradient, ShardedParameter& parameter, const at::Tensor& reduced);
 
   CountedCollectives& collectives_;
   std::vector<GroupGradient> gradients_;  // in plan order

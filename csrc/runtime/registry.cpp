@@ -28,8 +28,7 @@ void insert(const void* address, const TrackedTensor& entry) {
 }  // namespace
 
 void add(ShardedParameter& parameter, ShardedModel& model, Unit& unit) {
-  insert(parameter.handle.unsafeGetTensorImpl(),
-         {TrackedTensor::Kind::PARAMETER, &model, &unit, parameter.group, &parameter});
+  insert(parameter.handle.unsafeGetTensorImpl(), {TrackedTensor::Kind::PARAMETER, &model, &unit, parameter.group, &parameter});
 }
 
 void add(const at::Tensor& flat, TrackedTensor::Kind kind, ShardedModel& model, Unit& unit, FlatGroup& group) {

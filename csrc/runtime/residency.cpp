@@ -8,6 +8,11 @@
 #include "runtime/access_key.h"
 
 namespace fsdp {
+namespace {
+
+int64_t memory_of(const FlatGroup& group) { return group.is_whole() ? 0 : group.unsharded_bytes(); }
+
+}  // namespace
 
 void Residency::acquire(const std::vector<Unit*>& wanted, const char* phase) {
   // Pinned first, so that making room for one argument of an operator never frees another.
@@ -39,13 +44,13 @@ void Residency::gather(Unit& unit, const char* phase) {
   try {
     for (auto& group : unit.groups) {
       group->allocate_unsharded();
-      if (group->unsharded.numel() == 0) continue;
+      if (group->unsharded.numel() == 0 || group->is_whole()) continue;
       if (collectives_.world_size() == 1) {
         group->unsharded.copy_(group->shard);
       } else if (group->dtype == group->compute_dtype) {
         pending.push_back(collectives_.all_gather(group->unsharded, group->shard, unit.title + ", " + phase));
       } else {  // each rank casts its own part, so that the gather moves the narrower type
-        auto own = group->unsharded.narrow(0, group->rank * group->layout.shard_numel(), group->layout.shard_numel());
+        auto own = group->own_part();
         own.copy_(group->shard);
         pending.push_back(collectives_.all_gather(group->unsharded, own, unit.title + ", " + phase));
       }
@@ -56,7 +61,7 @@ void Residency::gather(Unit& unit, const char* phase) {
     throw;
   }
   unit.state = BufferState::RESIDENT;
-  for (const auto& group : unit.groups) resident_bytes_ += group->unsharded_bytes();
+  for (const auto& group : unit.groups) resident_bytes_ += memory_of(*group);
   peak_bytes_ = std::max(peak_bytes_, resident_bytes_);
 }
 
@@ -79,7 +84,7 @@ void Residency::free(Unit& unit) {
   unit.state = BufferState::ABSENT;
   for (const auto& group : unit.groups) {
     group->free_unsharded();
-    resident_bytes_ -= group->unsharded_bytes();
+    resident_bytes_ -= memory_of(*group);
   }
 }
 

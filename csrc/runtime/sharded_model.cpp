@@ -1,11 +1,12 @@
 #include "runtime/sharded_model.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/alias.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/util/Logging.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "runtime/access_key.h"
 #include "runtime/gradient_sink.h"
@@ -56,6 +57,7 @@ void ShardedModel::enter_computing() {
   std::lock_guard lock(mutex_);
   if (brackets_ == 0) {
     WithoutAccessHook no_hook;
+    adopt_assigned();
     for (const auto& unit : units_)
       for (const auto& group : unit->groups) group->hold_full();
     drop_unused_aliases();
@@ -86,21 +88,44 @@ void ShardedModel::release(const std::vector<Unit*>& pinned) noexcept {
   residency_.release(pinned);
 }
 
-void ShardedModel::acquire_all() {
+void ShardedModel::summon(const std::vector<Unit*>& summoned, bool write_back) {
   std::lock_guard lock(mutex_);
-  residency_.acquire(all_units(), "summon_full_params");
+  residency_.acquire(summoned, "summon_full_params");
+  writable_summons_ += write_back;
 }
 
-void ShardedModel::release_all() noexcept {
+void ShardedModel::dismiss(const std::vector<Unit*>& summoned, bool write_back) noexcept {
   std::lock_guard lock(mutex_);
-  residency_.release(all_units());
+  if (write_back) {
+    at::AutoDispatchBelowAutograd below_autograd;
+    WithoutAccessHook no_hook;
+    for (Unit* unit : summoned)
+      for (const auto& group : unit->groups) group->keep_changes();
+    --writable_summons_;
+  }
+  residency_.release(summoned);
   residency_.free_all();
 }
 
-std::vector<Unit*> ShardedModel::all_units() const {
-  std::vector<Unit*> units;
-  for (const auto& unit : units_) units.push_back(unit.get());
-  return units;
+std::vector<Unit*> ShardedModel::units_named(const std::vector<std::string>& names) const {
+  std::vector<Unit*> found;
+  if (names.empty())
+    for (const auto& unit : units_) found.push_back(unit.get());
+  for (const auto& name : names) {
+    const auto unit = std::find_if(units_.begin(), units_.end(), [&](const auto& u) { return u->name == name; });
+    std::string known;
+    for (const auto& u : units_) known += (known.empty() ? "'" : ", '") + u->name + "'";
+    TORCH_CHECK(unit != units_.end(), "rank ", rank(), ": there is no unit '", name, "'; the plan has ", known);
+    found.push_back(unit->get());
+  }
+  return found;
+}
+
+void ShardedModel::keep_written(FlatGroup& group, const at::Tensor& written) {
+  std::lock_guard lock(mutex_);
+  at::AutoDispatchBelowAutograd below_autograd;
+  WithoutAccessHook no_hook;
+  for (auto* parameter : group.parameters_under(written)) group.keep_written(*parameter);
 }
 
 // The graph must never hold the user's own tensor object, whose content changes. The kernel gets an alias instead: an object of
@@ -112,9 +137,19 @@ at::Tensor ShardedModel::alias_of(ShardedParameter& parameter) {
   auto& cached = parameter.aliases[grad_mode];
   const auto& handle = parameter.handle;
   const auto version = handle._version();
-  const bool valid = cached.tensor.defined() && cached.version == version && (!grad_mode || cached.tensor.requires_grad() == handle.requires_grad());
+  const bool valid =
+      cached.tensor.defined() && cached.version == version && (!grad_mode || cached.tensor.requires_grad() == handle.requires_grad());
   if (!valid) cached = {at::alias(handle), static_cast<uint32_t>(version)};
   return cached.tensor;
+}
+
+at::Tensor ShardedModel::saved_handle(ShardedParameter& parameter) {
+  if (!c10::GradMode::is_enabled() || !parameter.handle.requires_grad()) return parameter.full;
+  at::AutoDispatchBelowAutograd below_autograd;
+  auto whole = at::alias(parameter.full);
+  torch::autograd::impl::set_version_counter(whole, torch::autograd::impl::version_counter(parameter.handle));
+  torch::autograd::impl::set_gradient_edge(whole, {parameter.sink, 0});
+  return whole;
 }
 
 // The engine runs younger nodes first. An alias kept from an earlier step would be older than everything in this one, and its

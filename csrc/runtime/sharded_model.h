@@ -26,14 +26,20 @@
 
 namespace fsdp {
 
+struct ShardingOptions {
+  bool sync_from_rank_0 = true;  // values and buffers come from rank 0
+  bool write_through = false;    // operators may write to gathered parameters
+};
+
 // Throws c10::Error that names the parameter, the reason and the remedy when it cannot be sharded.
 void check_can_be_sharded(const std::string& name, const at::Tensor& tensor, int rank);
 
 class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
  public:
-  // Shards the planned tensors: values come from rank 0 (sync_from_rank_0; buffers too) or from each rank's own tensors. All ranks must
-  // call. No parameter changes before all shards are filled. REQUIRES: check_can_be_sharded of every tensor.
-  static std::shared_ptr<ShardedModel> shard(PlannedModel planned, std::shared_ptr<comm::Collectives> collectives, bool sync_from_rank_0);
+  // Shards the planned tensors. All ranks must call. No parameter changes before all shards are filled. REQUIRES: check_can_be_sharded of
+  // every tensor.
+  static std::shared_ptr<ShardedModel> shard(PlannedModel planned, std::shared_ptr<comm::Collectives> collectives,
+                                             const ShardingOptions& options = {});
   ~ShardedModel();
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;
@@ -46,18 +52,31 @@ class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
 
   bool computing() const { return brackets_ > 0; }
-  void enter_computing();           // brackets nest
+  // Brackets nest. Entering the outermost takes over what was assigned to parameters meanwhile, or throws before anything changes.
+  void enter_computing();
   void leave_computing() noexcept;
 
   void acquire(const std::vector<Unit*>& wanted);
   void release(const std::vector<Unit*>& pinned) noexcept;
-  void acquire_all();
-  void release_all() noexcept;
+
+  // Keeps these units whole (all of them: units()) until released. write_back: they may be written to, by operators and through pointers,
+  // and each rank then keeps its part of what differs.
+  void summon(const std::vector<Unit*>& summoned, bool write_back);
+  void dismiss(const std::vector<Unit*>& summoned, bool write_back) noexcept;
+  std::vector<Unit*> units_named(const std::vector<std::string>& names) const;  // empty: all. Throws on an unknown name
+
+  // Gives the handles plain, whole parameters (and gradients) back. All ranks must call. The model must not be used afterwards.
+  void unshard_for_good();
 
   // What a kernel gets instead of the user's handle. REQUIRES: computing(), access hook off.
   at::Tensor alias_of(ShardedParameter& parameter);
+  // What a kernel gets for a handle met in backward while the model rests: somebody's own Function has saved it. With gradients
+  // on (a graph of the backward is wanted) it leads to the parameter's sink.
+  at::Tensor saved_handle(ShardedParameter& parameter);
   void receive_gradient(ShardedParameter& parameter, const at::Tensor& gradient);
   void shard_was_written(Unit& unit);  // what is resident of it is out of date
+  bool writes_allowed() const { return write_through_ || writable_summons_ > 0; }
+  void keep_written(FlatGroup& group, const at::Tensor& written);  // REQUIRES: writes_allowed(), the unit pinned
 
  private:
   class BackwardGuard;
@@ -66,12 +85,13 @@ class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
   void build_units(const PlannedModel& planned);
   void fill_shards(const PlannedModel& planned, bool sync_from_rank_0);
   void attach_handles();
+  void check_adoptable() const;
+  void adopt_assigned();
   void drop_unused_aliases();
   void drop_aliases_with_graph();
   void enter_backward();  // does nothing when one is under way
   void finish_backward();
   void fail_backward() noexcept;
-  std::vector<Unit*> all_units() const;
 
   mutable std::mutex mutex_;
   Plan plan_;
@@ -79,7 +99,9 @@ class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
   std::vector<std::unique_ptr<Unit>> units_;
   Residency residency_;
   std::unique_ptr<Reducer> reducer_;
+  bool write_through_ = false;
   std::atomic<int> brackets_{0};
+  std::atomic<int> writable_summons_{0};
   bool in_backward_ = false;
   bool graph_is_kept_ = false;  // by the backward under way (retain_graph)
   bool backward_ended_in_bracket_ = false;

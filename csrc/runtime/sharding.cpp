@@ -17,23 +17,32 @@ namespace fsdp {
 
 void check_can_be_sharded(const std::string& name, const at::Tensor& tensor, int rank) {
   TORCH_CHECK(!registry::is_sharded(tensor), "rank ", rank, ": parameter '", name,
-              "' is sharded already: this module, or a part of it, was wrapped before. Wrap a model once, at its root; to wrap it anew, destroy the first "
+              "' is sharded already: this module, or a part of it, was wrapped before. Wrap a model once, at its root; to wrap it anew, "
+              "destroy the first "
               "wrapper and build a new module");
-  TORCH_CHECK(tensor.layout() == at::kStrided, "rank ", rank, ": parameter '", name, "' has layout ", tensor.layout(), "; only strided (dense) parameters can be sharded");
-  TORCH_CHECK(tensor.device().is_cpu(), "rank ", rank, ": parameter '", name, "' is on device ", tensor.device(), "; expected cpu, the group's device");
-  TORCH_CHECK(!tensor.is_quantized(), "rank ", rank, ": parameter '", name, "' is a quantized tensor; keep the packed bytes as a plain uint8 parameter");
-  TORCH_CHECK(!tensor.is_inference(), "rank ", rank, ": parameter '", name, "' was made under InferenceMode and cannot be trained; build the model outside it");
-  TORCH_CHECK(tensor.is_leaf(), "rank ", rank, ": parameter '", name, "' is the result of an operator, not a leaf; register a tensor made with requires_grad");
-  TORCH_CHECK(!tensor.grad().defined(), "rank ", rank, ": parameter '", name, "' already has a gradient of the full shape; call zero_grad() before wrapping");
+  TORCH_CHECK(tensor.layout() == at::kStrided, "rank ", rank, ": parameter '", name, "' has layout ", tensor.layout(),
+              "; only strided (dense) parameters can be sharded");
+  TORCH_CHECK(tensor.device().is_cpu(), "rank ", rank, ": parameter '", name, "' is on device ", tensor.device(),
+              "; expected cpu, the group's device");
+  TORCH_CHECK(!tensor.is_quantized(), "rank ", rank, ": parameter '", name,
+              "' is a quantized tensor; keep the packed bytes as a plain uint8 parameter");
+  TORCH_CHECK(!tensor.is_inference(), "rank ", rank, ": parameter '", name,
+              "' was made under InferenceMode and cannot be trained; build the model outside it");
+  TORCH_CHECK(tensor.is_leaf(), "rank ", rank, ": parameter '", name,
+              "' is the result of an operator, not a leaf; register a tensor made with requires_grad");
+  TORCH_CHECK(!tensor.grad().defined(), "rank ", rank, ": parameter '", name,
+              "' already has a gradient of the full shape; call zero_grad() before wrapping");
 }
 
-std::shared_ptr<ShardedModel> ShardedModel::shard(PlannedModel planned, std::shared_ptr<comm::Collectives> collectives, bool sync_from_rank_0) {
+std::shared_ptr<ShardedModel> ShardedModel::shard(PlannedModel planned, std::shared_ptr<comm::Collectives> collectives,
+                                                  const ShardingOptions& options) {
   c10::InferenceMode not_inference(false);
   c10::AutoGradMode no_grad(false);
   WithoutAccessHook no_hook;
   std::shared_ptr<ShardedModel> model(new ShardedModel(planned.plan, std::move(collectives)));
   model->build_units(planned);
-  model->fill_shards(planned, sync_from_rank_0);
+  model->write_through_ = options.write_through;
+  model->fill_shards(planned, options.sync_from_rank_0);
   model->attach_handles();
   return model;
 }

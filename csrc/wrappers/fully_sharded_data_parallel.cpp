@@ -1,6 +1,8 @@
 #include <fsdp/fully_sharded_data_parallel.h>
 
+#include "runtime/access_key.h"
 #include "runtime/grad_norm.h"
+#include "runtime/registry.h"
 #include "runtime/sharded_model.h"
 #include "wrappers/wrap_model.h"
 
@@ -9,12 +11,16 @@ namespace fsdp {
 ComputingBracket::ComputingBracket(std::shared_ptr<ShardedModel> model) : model_(std::move(model)) { model_->enter_computing(); }
 ComputingBracket::~ComputingBracket() { model_->leave_computing(); }
 
-FullParameters::FullParameters(std::shared_ptr<ShardedModel> model) : bracket_(model), model_(std::move(model)) { model_->acquire_all(); }
-FullParameters::~FullParameters() { model_->release_all(); }
+FullParameters::FullParameters(std::shared_ptr<ShardedModel> model, const SummonOptions& options)
+    : bracket_(model), model_(std::move(model)), units_(model_->units_named(options.units)), write_back_(options.write_back) {
+  model_->summon(units_, write_back_);
+}
+FullParameters::~FullParameters() { model_->dismiss(units_, write_back_); }
 
 FullyShardedBase::FullyShardedBase(std::shared_ptr<torch::nn::Module> module, const ProcessGroup& group, const FsdpOptions& options)
     : Module("FullyShardedDataParallel") {
-  TORCH_CHECK(module, "rank ", group.rank(), ": FullyShardedDataParallel got no module (an empty holder or a null pointer); construct it first");
+  TORCH_CHECK(module, "rank ", group.rank(),
+              ": FullyShardedDataParallel got no module (an empty holder or a null pointer); construct it first");
   WrappedModel wrapped = wrap_model(*module, group, options);
   model_ = std::move(wrapped.model);
   for (auto& [name, tensor] : wrapped.parameters) parameters_by_name_.insert(std::move(name), std::move(tensor));
@@ -24,10 +30,30 @@ FullyShardedBase::FullyShardedBase(std::shared_ptr<torch::nn::Module> module, co
 
 FullyShardedBase::~FullyShardedBase() = default;
 
-ClipResult FullyShardedBase::clip_grad_norm_(double max_norm) { return clip_gradients(*model_, max_norm); }
-FullParameters FullyShardedBase::summon_full_params() { return FullParameters(model_); }
-const Plan& FullyShardedBase::plan() const { return model_->plan(); }
-Stats FullyShardedBase::stats() const { return model_->stats(); }
+const std::shared_ptr<ShardedModel>& FullyShardedBase::model() const {
+  TORCH_CHECK(model_,
+              "this FullyShardedDataParallel is empty: it was unwrapped or moved from. Use the module that unwrap() returned, or the "
+              "wrapper moved to");
+  return model_;
+}
+
+void FullyShardedBase::unwrap_parameters() {
+  model()->unshard_for_good();
+  model_.reset();
+}
+
+ClipResult FullyShardedBase::clip_grad_norm_(double max_norm) { return clip_gradients(*model(), max_norm); }
+FullParameters FullyShardedBase::summon_full_params(const SummonOptions& options) { return FullParameters(model(), options); }
+const Plan& FullyShardedBase::plan() const { return model()->plan(); }
+Stats FullyShardedBase::stats() const { return model()->stats(); }
+
+at::Tensor detail::detach_from_handles(at::Tensor result) {
+  if (!result.defined()) return result;
+  const auto tracked = registry::find(result);
+  if (!tracked || tracked->kind != TrackedTensor::Kind::PARAMETER || !tracked->model->computing()) return result;
+  WithoutAccessHook no_hook;
+  return tracked->model->alias_of(*tracked->parameter);
+}
 
 std::vector<at::Tensor> FullyShardedBase::parameters() const { return parameters_by_name_.values(); }
 torch::OrderedDict<std::string, at::Tensor> FullyShardedBase::named_parameters() const { return parameters_by_name_; }
@@ -41,10 +67,14 @@ void FullyShardedBase::to(torch::Dtype dtype, bool non_blocking) { to(torch::kCP
 void FullyShardedBase::to(torch::Device device, bool non_blocking) { to(device, torch::kFloat, non_blocking); }
 
 void FullyShardedBase::save(torch::serialize::OutputArchive&) const {
-  TORCH_CHECK(false, "saving a FullyShardedDataParallel would write one rank's slices; copy what you need inside summon_full_params() and save the copies on one rank");
+  TORCH_CHECK(false,
+              "saving a FullyShardedDataParallel would write one rank's slices; copy what you need inside summon_full_params() and save "
+              "the copies on one rank");
 }
 void FullyShardedBase::load(torch::serialize::InputArchive&) {
-  TORCH_CHECK(false, "loading into a FullyShardedDataParallel would overwrite slices with whole parameters; load into the module before wrapping it");
+  TORCH_CHECK(
+      false,
+      "loading into a FullyShardedDataParallel would overwrite slices with whole parameters; load into the module before wrapping it");
 }
 std::shared_ptr<torch::nn::Module> FullyShardedBase::clone(const std::optional<torch::Device>&) const {
   TORCH_CHECK(false, "cloning a FullyShardedDataParallel would copy one rank's slices; clone the module before wrapping it");

@@ -39,10 +39,12 @@ std::string first_differences(const std::vector<std::string>& texts) {
   int shown = 0;
   for (size_t i = 0; i < length && shown < kShown; ++i) {
     std::map<std::string, std::vector<int>> variants;
-    for (size_t rank = 0; rank < by_rank.size(); ++rank) variants[i < by_rank[rank].size() ? by_rank[rank][i] : "nothing"].push_back(static_cast<int>(rank));
+    for (size_t rank = 0; rank < by_rank.size(); ++rank)
+      variants[i < by_rank[rank].size() ? by_rank[rank][i] : "nothing"].push_back(static_cast<int>(rank));
     if (variants.size() == 1) continue;
     ++shown;
-    for (const auto& [line, ranks] : variants) report += fmt::format("\n  {} {}: {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(ranks, ", "), line);
+    for (const auto& [line, ranks] : variants)
+      report += fmt::format("\n  {} {}: {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(ranks, ", "), line);
   }
   return report;
 }
@@ -56,11 +58,13 @@ void agree_on_plan(comm::Collectives& collectives, const Plan& plan, const std::
   const std::string refuses = "refuses: ";
   const auto answers = collectives.exchange("plan of a model being wrapped", refusal.empty() ? hash_of(text) : refuses + refusal);
   TORCH_CHECK(refusal.empty(), refusal);
-  for (const auto& answer : answers) TORCH_CHECK(!answer.starts_with(refuses), "another rank cannot wrap the model: ", answer.substr(refuses.size()));
+  for (const auto& answer : answers)
+    TORCH_CHECK(!answer.starts_with(refuses), "another rank cannot wrap the model: ", answer.substr(refuses.size()));
   if (std::all_of(answers.begin(), answers.end(), [&](const std::string& hash) { return hash == answers.front(); })) return;
   const auto texts = collectives.exchange("differing plans of a model being wrapped", text);
   TORCH_CHECK(false, "rank ", collectives.rank(),
-              ": the ranks are wrapping different models, or wrap one model differently; build the same module with the same options on every rank. "
+              ": the ranks are wrapping different models, or wrap one model differently; build the same module with the same options on "
+              "every rank. "
               "First differences:",
               first_differences(texts));
 }

@@ -29,12 +29,15 @@
 #include <concepts>
 #include <memory>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace fsdp {
 
 class ShardedModel;
+struct Unit;
 
 /// While one lives, the model's parameters have their full shape. Brackets nest. What model(x), model-> and call open.
 class FSDP_API ComputingBracket {
@@ -48,10 +51,18 @@ class FSDP_API ComputingBracket {
   std::shared_ptr<ShardedModel> model_;
 };
 
-/// While one lives, all parameters of the model are whole and have memory: what summon_full_params returns.
+struct SummonOptions {
+  /// true: parameters may be written to; when the scope ends each rank keeps its part of what changed. Every rank must write the same
+  /// values. false: writing operators are refused, and what is written through pointers is lost.
+  bool write_back = false;
+  /// Names of units, as in plan(); empty: all. Summoning one unit costs one unit's memory.
+  std::vector<std::string> units = {};
+};
+
+/// While one lives, parameters of the model are whole and have memory: what summon_full_params returns.
 class [[nodiscard]] FSDP_API FullParameters {
  public:
-  explicit FullParameters(std::shared_ptr<ShardedModel> model);
+  FullParameters(std::shared_ptr<ShardedModel> model, const SummonOptions& options);
   ~FullParameters();
   FullParameters(const FullParameters&) = delete;
   FullParameters& operator=(const FullParameters&) = delete;
@@ -59,6 +70,8 @@ class [[nodiscard]] FSDP_API FullParameters {
  private:
   ComputingBracket bracket_;
   std::shared_ptr<ShardedModel> model_;
+  std::vector<Unit*> units_;
+  bool write_back_;
 };
 
 /// The part of FullyShardedDataParallel that does not depend on the wrapped type.
@@ -75,9 +88,9 @@ class FSDP_API FullyShardedBase : public torch::nn::Module {
   /// is not finite turns the gradients into NaN on all ranks alike.
   ClipResult clip_grad_norm_(double max_norm);
 
-  /// Gathers the whole model for as long as the result lives; parameters have their full shape and can be read by operators
-  /// and pointers. Writing to them is an error. All ranks must call. Costs the memory of the unsharded model.
-  FullParameters summon_full_params();
+  /// Gathers the whole model, or the units named, for as long as the result lives: parameters have their full shape and can be
+  /// read by operators and pointers. All ranks must call. Costs the memory of what is summoned.
+  FullParameters summon_full_params(const SummonOptions& options = {});
 
   const Plan& plan() const;  ///< units, groups and where parameters lie
   Stats stats() const;       ///< collectives so far and memory now
@@ -98,13 +111,34 @@ class FSDP_API FullyShardedBase : public torch::nn::Module {
 
  protected:
   FullyShardedBase(std::shared_ptr<torch::nn::Module> module, const ProcessGroup& group, const FsdpOptions& options);
-  const std::shared_ptr<ShardedModel>& model() const { return model_; }
+  const std::shared_ptr<ShardedModel>& model() const;  // throws after unwrap
+  void unwrap_parameters();
 
  private:
   std::shared_ptr<ShardedModel> model_;
   torch::OrderedDict<std::string, at::Tensor> parameters_by_name_;
   torch::OrderedDict<std::string, at::Tensor> buffers_by_name_;
 };
+
+namespace detail {
+
+/// A parameter that forward returns would turn into a slice in the caller's hands; the caller gets an alias that stays whole.
+FSDP_API at::Tensor detach_from_handles(at::Tensor result);
+inline std::vector<at::Tensor> detach_from_handles(std::vector<at::Tensor> results) {
+  for (auto& each : results) each = detach_from_handles(std::move(each));
+  return results;
+}
+template <class Result>
+Result detach_from_handles(Result&& result) {
+  return std::forward<Result>(result);
+}
+template <class... Results>
+std::tuple<Results...> detach_from_handles(std::tuple<Results...> results) {
+  std::apply([](auto&... each) { ((each = detach_from_handles(std::move(each))), ...); }, results);
+  return results;
+}
+
+}  // namespace detail
 
 template <std::derived_from<torch::nn::Module> Impl>
 class FullyShardedDataParallel : public FullyShardedBase {
@@ -124,7 +158,7 @@ class FullyShardedDataParallel : public FullyShardedBase {
   template <class... Arguments>
   decltype(auto) forward(Arguments&&... arguments) {
     ComputingBracket bracket(model());
-    return module_->forward(std::forward<Arguments>(arguments)...);
+    return detail::detach_from_handles(module_->forward(std::forward<Arguments>(arguments)...));
   }
   template <class... Arguments>
   decltype(auto) operator()(Arguments&&... arguments) {
@@ -147,7 +181,17 @@ class FullyShardedDataParallel : public FullyShardedBase {
   template <class Function>
   decltype(auto) call(Function&& function) {
     ComputingBracket bracket(model());
-    return std::forward<Function>(function)(*module_);
+    if constexpr (std::is_void_v<std::invoke_result_t<Function, Impl&>>)
+      return std::forward<Function>(function)(*module_);
+    else
+      return detail::detach_from_handles(std::forward<Function>(function)(*module_));
+  }
+
+  /// Makes the module plain again: whole parameters (and gradients, where defined) on every rank, no trace of sharding. All ranks must
+  /// call, between steps. The wrapper is empty afterwards. Optimizer state keeps the slices' shape: build a new optimizer.
+  std::shared_ptr<Impl> unwrap() {
+    unwrap_parameters();
+    return module_;
   }
 
   /// The module itself, without opening a bracket: its parameters are slices.
@@ -158,8 +202,8 @@ class FullyShardedDataParallel : public FullyShardedBase {
 };
 
 template <class Holder>
-  requires requires { typename Holder::ContainedType; }
-FullyShardedDataParallel(const Holder&, const ProcessGroup&, FsdpOptions = {}) -> FullyShardedDataParallel<typename Holder::ContainedType>;
+requires requires { typename Holder::ContainedType; }
+FullyShardedDataParallel(const Holder&, const ProcessGroup&, FsdpOptions = {})->FullyShardedDataParallel<typename Holder::ContainedType>;
 template <class Impl>
 FullyShardedDataParallel(std::shared_ptr<Impl>, const ProcessGroup&, FsdpOptions = {}) -> FullyShardedDataParallel<Impl>;
 template <std::derived_from<torch::nn::Module> Impl>

@@ -13,6 +13,14 @@ enum class ShardingStrategy {
   FULL_SHARD,
 };
 
+/// What happens when the model writes to one of its parameters while the wrapper runs it.
+enum class ParameterWrites {
+  REFUSE,  ///< an error that names the parameter
+  /// After the writing operator each rank keeps its own part of what was written. Every rank must write the same values: nothing is
+  /// communicated, so differing ranks would end with a patchwork.
+  WRITE_THROUGH,
+};
+
 struct FsdpOptions {
   ShardingStrategy sharding_strategy = ShardingStrategy::FULL_SHARD;
 
@@ -23,6 +31,9 @@ struct FsdpOptions {
   /// true: every rank starts from rank 0's parameters and buffers. false: each keeps its own values; they must then be equal
   /// already, or the ranks' shards belong to different models.
   bool sync_module_states = true;
+
+  /// Data-dependent initialisation and masks written into weights need WRITE_THROUGH.
+  ParameterWrites parameter_writes = ParameterWrites::REFUSE;
 };
 
 }  // namespace fsdp

@@ -44,10 +44,10 @@ struct Plan {
   int world_size = 1;
   std::vector<PlannedUnit> units;  ///< the root unit first, then in order of registration; units without parameters are left out
 
-  FSDP_API int64_t numel() const;         ///< elements of all parameters, each tensor once
-  FSDP_API int64_t shard_bytes() const;   ///< parameter bytes that each rank keeps
+  FSDP_API int64_t numel() const;            ///< elements of all parameters, each tensor once
+  FSDP_API int64_t shard_bytes() const;      ///< parameter bytes that each rank keeps
   FSDP_API int64_t unsharded_bytes() const;  ///< bytes of all unsharded buffers together
-  FSDP_API std::string to_string() const;  ///< a table: unit, parameters, elements, dtype, bytes per rank, share of the whole
+  FSDP_API std::string to_string() const;    ///< a table: unit, parameters, elements, dtype, bytes per rank, share of the whole
 };
 
 }  // namespace fsdp

@@ -24,11 +24,11 @@ struct CollectiveCounts {
 
 struct Stats {
   CollectiveCounts collectives;
-  int64_t shard_bytes = 0;                ///< parameters at rest: this rank's shards
-  int64_t gradient_bytes = 0;             ///< gradients at rest; 0 before the first backward
-  int64_t resident_unsharded_bytes = 0;   ///< unsharded buffers that hold memory now
-  int64_t peak_unsharded_bytes = 0;       ///< the most that `resident_unsharded_bytes` has been
-  int64_t peak_gradient_buffer_bytes = 0; ///< the most that buffers for whole, not yet reduced gradients have taken at once
+  int64_t shard_bytes = 0;                 ///< parameters at rest: this rank's shards
+  int64_t gradient_bytes = 0;              ///< gradients at rest; 0 before the first backward
+  int64_t resident_unsharded_bytes = 0;    ///< unsharded buffers that hold memory now
+  int64_t peak_unsharded_bytes = 0;        ///< the most that `resident_unsharded_bytes` has been
+  int64_t peak_gradient_buffer_bytes = 0;  ///< the most that buffers for whole, not yet reduced gradients have taken at once
 };
 
 }  // namespace fsdp

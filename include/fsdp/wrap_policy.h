@@ -31,4 +31,15 @@ using WrapPolicy = std::function<bool(const torch::nn::Module& module, bool recu
 /// entered but never become units. Smaller values give more and smaller units: less memory, more collectives.
 FSDP_API WrapPolicy size_based_auto_wrap_policy(int64_t min_num_params = 100'000'000);
 
+/// Every module for which `is_unit` returns true becomes a unit, wherever it is in the tree.
+FSDP_API WrapPolicy lambda_auto_wrap_policy(std::function<bool(const torch::nn::Module& module)> is_unit);
+
+/// Every module of one of these types (or derived from one) becomes a unit: module_wrap_policy<BlockImpl, HeadImpl>(). Types are those of
+/// the modules, not of their holders.
+template <class... Modules>
+WrapPolicy module_wrap_policy() {
+  return lambda_auto_wrap_policy(
+      [](const torch::nn::Module& module) { return (... || (dynamic_cast<const Modules*>(&module) != nullptr)); });
+}
+
 }  // namespace fsdp

@@ -48,7 +48,9 @@ RANKS_TEST("bf16 compute dtype: gradients reach the fp32 shards", "[runtime][qui
       compute[r]->zero_grad();
       auto value = compute[r]->forward(input(r, step)).square().mean();
       value.backward();
-      if (r == group.rank()) EXPECT(world_size > 1 || value.item<float>() == loss.item<float>(), "step " << step << ": " << loss.item<float>() << " instead of " << value.item<float>());
+      if (r == group.rank())
+        EXPECT(world_size > 1 || value.item<float>() == loss.item<float>(),
+               "step " << step << ": " << loss.item<float>() << " instead of " << value.item<float>());
     }
     for (size_t i = 0; i < master->parameters().size(); ++i) {
       torch::Tensor mean;

@@ -111,7 +111,8 @@ void expect_same_parameters(Model& model, Impl& reference, int world_size, const
     const auto got = item.value().clone(), want = named[item.key()];
     EXPECT(got.sizes() == want.sizes(), item.key() << " has shape " << got.sizes());
     if (world_size == 1) {
-      EXPECT(torch::equal(got, want), item.key() << " is not bit-equal to the reference; largest difference " << (got - want).abs().max().template item<double>());
+      EXPECT(torch::equal(got, want),
+             item.key() << " is not bit-equal to the reference; largest difference " << (got - want).abs().max().template item<double>());
     } else if (want.numel()) {
       const double difference = (got - want).norm().template item<double>(), norm = want.norm().template item<double>();
       EXPECT(difference <= 1e-5 * norm, item.key() << " differs from the reference by " << difference << " at a norm of " << norm);
@@ -123,14 +124,15 @@ struct ParityOptions {
   FsdpOptions fsdp = {};
   int steps = 4;
   double learning_rate = 1e-2;
-  double max_norm = 0;                // > 0: clip
+  double max_norm = 0;  // > 0: clip
   bool optimizer_before_wrapping = true;
   std::vector<std::string> skip = {};
 };
 
 // batch(rank, step) → whatever loss(module, batch) takes. The loss runs inside model.call.
 template <class Impl, class Batch, class Loss>
-void check_parity(ProcessGroup& group, const std::function<std::shared_ptr<Impl>()>& make, Batch batch, Loss loss, const ParityOptions& options = {}) {
+void check_parity(ProcessGroup& group, const std::function<std::shared_ptr<Impl>()>& make, Batch batch, Loss loss,
+                  const ParityOptions& options = {}) {
   const auto make_optimizer = [&](std::vector<torch::Tensor> parameters) -> std::unique_ptr<torch::optim::Optimizer> {
     return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(options.learning_rate));
   };

@@ -44,11 +44,13 @@ fsdp::WrapPolicy units_of() {
 }  // namespace
 
 RANKS_TEST("parity: MLP", "[wrappers][parity][quick]", 1, 2, 3) {
-  check_parity<MlpImpl>(group, [] { return std::make_shared<MlpImpl>(); }, vectors, classify, {.fsdp = {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1)}});
+  check_parity<MlpImpl>(group, [] { return std::make_shared<MlpImpl>(); }, vectors, classify,
+                        {.fsdp = {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1)}});
 }
 
 RANKS_TEST("parity: MLP as one unit, optimizer built after wrapping, clipped", "[wrappers][parity][quick]", 1, 2, 3) {
-  check_parity<MlpImpl>(group, [] { return std::make_shared<MlpImpl>(); }, vectors, classify, {.max_norm = 0.3, .optimizer_before_wrapping = false});
+  check_parity<MlpImpl>(group, [] { return std::make_shared<MlpImpl>(); }, vectors, classify,
+                        {.max_norm = 0.3, .optimizer_before_wrapping = false});
 }
 
 RANKS_TEST("parity: convolutional network", "[wrappers][parity][quick]", 1, 2, 3) {
@@ -60,14 +62,16 @@ RANKS_TEST("parity: convolutional network", "[wrappers][parity][quick]", 1, 2, 3
 // gradient is zero, and Adam moves them by rounding noise.
 RANKS_TEST("parity: GPT with tied embedding, the head in another unit", "[wrappers][parity][quick]", 1, 2, 3, 4) {
   check_parity<TiedGptImpl>(group, [] { return std::make_shared<TiedGptImpl>(); }, texts, predict,
-                            {.fsdp = {.auto_wrap_policy = units_of<EmbedImpl, GptBlockImpl, TiedHeadImpl>()}, .skip = {"blocks.0.key.bias", "blocks.1.key.bias"}});
+                            {.fsdp = {.auto_wrap_policy = units_of<EmbedImpl, GptBlockImpl, TiedHeadImpl>()},
+                             .skip = {"blocks.0.key.bias", "blocks.1.key.bias"}});
 }
 
 RANKS_TEST("parity: two forwards before one backward", "[wrappers][parity][quick]", 1, 2, 3) {
   const auto twice = [](MlpImpl& m, const Labelled& batch) {
     return F::cross_entropy(m.forward(batch.input), batch.target) + m.forward(batch.input * 2).square().mean();
   };
-  check_parity<MlpImpl>(group, [] { return std::make_shared<MlpImpl>(); }, vectors, twice, {.fsdp = {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1)}});
+  check_parity<MlpImpl>(group, [] { return std::make_shared<MlpImpl>(); }, vectors, twice,
+                        {.fsdp = {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1)}});
 }
 
 RANKS_TEST("parity: forward through (), ->, call and a module on the stack are the same", "[wrappers][parity][quick]", 1, 2) {
