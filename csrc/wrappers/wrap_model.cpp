@@ -2,6 +2,7 @@
 
 #include <torch/nn/module.h>
 
+#include "plan/observations.h"
 #include "plan/planner.h"
 #include "plan/unit_selection.h"
 #include "wrappers/plan_agreement.h"
@@ -15,8 +16,7 @@ PlannedModel plan_locally(const torch::nn::Module& module, const ModuleTree& tre
               static_cast<int>(options.sharding_strategy), "; expected ShardingStrategy::FULL_SHARD");
   TORCH_CHECK(!tree.parameters.empty(), "rank ", group.rank(), ": module ", module.name(),
               " registers no parameters, so there is nothing to shard. Tensors and submodules held in plain members are invisible to "
-              "LibTorch: register them "
-              "with register_parameter and register_module");
+              "LibTorch: register them with register_parameter and register_module");
   for (const auto& parameter : tree.parameters) check_can_be_sharded(parameter.registrations.front().name, parameter.tensor, group.rank());
   return make_plan(tree, select_units(tree, options.auto_wrap_policy), group.world_size(), compute_dtype);
 }
@@ -32,8 +32,12 @@ WrappedModel wrap_model(const torch::nn::Module& module, const ProcessGroup& gro
     planned = plan_locally(module, tree, group, options, compute_dtype);
   } catch (const c10::Error& error) {
     refusal = error.what_without_backtrace();  // the other ranks are told before this one gives up
+  } catch (const std::exception& error) {      // of the user's policy
+    refusal = c10::str("rank ", group.rank(), ": the wrap policy failed: ", error.what());
   }
   agree_on_plan(*group.collectives(), planned.plan, refusal);
+  if (group.rank() == 0)
+    for (const auto& observation : observe(tree, planned.plan)) TORCH_WARN("libfsdp: ", observation);
 
   WrappedModel wrapped;
   for (const auto& parameter : tree.parameters) wrapped.parameters.emplace_back(parameter.registrations.front().name, parameter.tensor);
