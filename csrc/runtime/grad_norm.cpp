@@ -17,7 +17,7 @@ namespace {
 at::Tensor local_norm(const std::vector<at::Tensor>& gradients) {
   std::vector<at::Tensor> norms;
   for (const auto& gradient : gradients) norms.push_back(gradient.norm());
-  return at::stack(norms).norm();
+  return norms.size() == 1 ? norms.front() : at::stack(norms).norm();
 }
 
 // Squares are summed in double, so that the result hardly depends on how the elements are spread over the ranks.
@@ -30,15 +30,13 @@ at::Tensor global_norm(const std::vector<at::Tensor>& gradients, CountedCollecti
 
 }  // namespace
 
-ClipResult clip_gradients(ShardedModel& model, double max_norm) {
+ClipResult clip_gradients(ShardedModel& model, const std::vector<at::Tensor>& parameters, double max_norm) {
   TORCH_CHECK(max_norm >= 0, "clip_grad_norm_: max_norm must be at least 0, got ", max_norm);  // NaN is not
   c10::AutoGradMode no_grad(false);
   WithoutAccessHook no_hook;
   std::vector<at::Tensor> gradients;
-  for (const auto& unit : model.units())
-    for (const auto& group : unit->groups)
-      for (const auto& parameter : group->parameters)
-        if (parameter.handle.grad().defined()) gradients.push_back(parameter.handle.grad());
+  for (const auto& parameter : parameters)
+    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
   // .grad is defined on all ranks or on none, so all ranks return here alike.
   if (gradients.empty()) return {};
 

@@ -42,7 +42,7 @@ void FullyShardedBase::unwrap_parameters() {
   model_.reset();
 }
 
-ClipResult FullyShardedBase::clip_grad_norm_(double max_norm) { return clip_gradients(*model(), max_norm); }
+ClipResult FullyShardedBase::clip_grad_norm_(double max_norm) { return clip_gradients(*model(), parameters(), max_norm); }
 FullParameters FullyShardedBase::summon_full_params(const SummonOptions& options) { return FullParameters(model(), options); }
 const Plan& FullyShardedBase::plan() const { return model()->plan(); }
 Stats FullyShardedBase::stats() const { return model()->stats(); }
