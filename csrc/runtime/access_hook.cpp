@@ -110,7 +110,8 @@ void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
             return tracked->model->computing() ? tracked->model->alias_of(*tracked->parameter)
                                                : tracked->model->saved_handle(*tracked->parameter);
           }
-          slices.push_back({*tracked, slot, position, tensor.numel(), tensor.requires_grad()});
+          slices.push_back(
+              {*tracked, tensor.unsafeGetTensorImpl(), tensor.storage_offset(), slot, position, tensor.numel(), tensor.requires_grad()});
           if (tracked->kind != TrackedTensor::Kind::GRADIENT && is_written(arguments[slot])) written_shards.push_back(*tracked);
           return std::nullopt;
         });

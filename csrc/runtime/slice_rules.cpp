@@ -18,15 +18,24 @@ constexpr const char* kRemedy =
     "Use the wrapper: model(x), model->method(x), or model.call([](auto& module) { ... }); for gradient norms model.clip_grad_norm_; to "
     "look at whole parameters model.summon_full_params()";
 
+// Whose slice it is; null where a tensor reaches several or none. For messages: not cheap.
+const ShardedParameter* parameter_of(const SliceUse& use) {
+  if (use.tracked.parameter) return use.tracked.parameter;
+  const auto& parameters = use.tracked.group->parameters;
+  // By identity first: an empty slice lies nowhere.
+  for (const auto& parameter : parameters)
+    if (use.identity == parameter.gradient_slice.unsafeGetTensorImpl()) return &parameter;
+  for (const auto& parameter : parameters) {
+    const int64_t begin = use.storage_offset - parameter.slice.storage_offset();
+    if (use.numel > 0 && begin >= 0 && begin + use.numel <= parameter.slice.numel()) return &parameter;
+  }
+  return parameters.size() == 1 ? &parameters.front() : nullptr;
+}
+
 std::string describe(const SliceUse& use) {
   const auto& group = *use.tracked.group;
-  std::string name;
-  if (use.tracked.parameter)
-    name = "'" + use.tracked.parameter->name + "'";
-  else if (group.parameters.size() == 1)
-    name = "'" + group.parameters.front().name + "'";
-  else
-    name = "in " + group.unit_title;
+  const auto* parameter = parameter_of(use);
+  const auto name = parameter ? "'" + parameter->name + "' (" + group.unit_title + ")" : "in " + group.unit_title;
   const bool gradient = use.tracked.kind == TrackedTensor::Kind::GRADIENT;
   return std::string(gradient ? "the gradient of sharded parameter " : "sharded parameter ") + name;
 }
@@ -35,6 +44,19 @@ std::string holds(const SliceUse& use) {
   const auto& group = *use.tracked.group;
   return "outside the wrapper it holds rank " + std::to_string(group.rank) + "'s slice only (1-D, " + std::to_string(use.numel) +
          " elements)";
+}
+
+// Optimizers that made their state before wrapping are told apart by the shape they bring.
+std::string remedy_for(const at::Tensor& tensor, const std::vector<SliceUse>& slices) {
+  const bool full_shape = std::any_of(slices.begin(), slices.end(), [&](const SliceUse& use) {
+    const auto* parameter = parameter_of(use);
+    return parameter && tensor.sizes() == at::IntArrayRef(parameter->full_shape);
+  });
+  if (!full_shape) return kRemedy;
+  return std::string(
+             "That is the parameter's full shape. Optimizers that stepped before wrapping, and Adagrad built before it, hold state of "
+             "that shape: convert it once with fsdp::shard_optimizer_state(optimizer, model). In other code: ") +
+         kRemedy;
 }
 
 // Operators whose answer is no tensor, and would be one rank's answer.
@@ -65,7 +87,7 @@ void check_slice_arguments(const c10::FunctionSchema& schema, torch::jit::Stack&
   const auto count = schema.arguments().size();
   visit_tensors(stack, stack.size() - count, count, [&](const at::Tensor& tensor, size_t, size_t) -> std::optional<at::Tensor> {
     TORCH_CHECK(is_slice_sized(tensor, slices), name, " cannot combine ", describe(first), " with a tensor of shape ", tensor.sizes(), ": ",
-                holds(first), ". ", kRemedy, ". An optimizer that made steps before wrapping holds state of the full shape: build it anew");
+                holds(first), ". ", remedy_for(tensor, slices));
     return std::nullopt;
   });
 }

@@ -4,6 +4,7 @@
 #include <fsdp/clip_result.h>
 #include <fsdp/distributed_sampler.h>
 #include <fsdp/fully_sharded_data_parallel.h>
+#include <fsdp/optimizer_state.h>
 #include <fsdp/options.h>
 #include <fsdp/plan.h>
 #include <fsdp/process_group.h>

@@ -34,10 +34,17 @@
 #include <utility>
 #include <vector>
 
+namespace torch::optim {
+class Optimizer;
+}
+
 namespace fsdp {
 
+class FullyShardedBase;
 class ShardedModel;
 struct Unit;
+
+FSDP_API void shard_optimizer_state(torch::optim::Optimizer& optimizer, const FullyShardedBase& model);  // optimizer_state.h
 
 /// While one lives, the model's parameters have their full shape. Brackets nest. What model(x), model-> and call open.
 class FSDP_API ComputingBracket {
@@ -115,6 +122,8 @@ class FSDP_API FullyShardedBase : public torch::nn::Module {
   void unwrap_parameters();
 
  private:
+  friend void shard_optimizer_state(torch::optim::Optimizer& optimizer, const FullyShardedBase& model);
+
   std::shared_ptr<ShardedModel> model_;
   torch::OrderedDict<std::string, at::Tensor> parameters_by_name_;
   torch::OrderedDict<std::string, at::Tensor> buffers_by_name_;

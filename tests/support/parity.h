@@ -2,7 +2,8 @@
 //
 // The reference, on every rank for itself: one plain copy of the model per rank, all with rank 0's weights; rank r's copy has rank
 // r's generator state, buffers and batch; gradients averaged in rank order; one optimizer step. At world size 1 the sharded run
-// must be bit-equal to it; over ranks losses agree within 1e-5 relative, parameters within 1e-5 of their tensor's norm.
+// must be bit-equal to it; over ranks losses agree within 1e-5 relative, parameters and buffers within 1e-5 of their tensor's norm,
+// buffers of integers exactly. Each rank compares its own buffers with those of its own copy.
 #pragma once
 
 #include <fsdp/fsdp.h>
@@ -100,6 +101,17 @@ inline void expect_same_loss(double got, double want, int world_size, int step) 
   EXPECT(same, "step " << step << ": loss " << got << " differs from the reference's " << want << " by " << got - want);
 }
 
+inline void expect_close(const torch::Tensor& got, const torch::Tensor& want, int world_size, const std::string& name) {
+  EXPECT(got.sizes() == want.sizes(), name << " has shape " << got.sizes() << ", in the reference " << want.sizes());
+  if (world_size == 1 || !want.is_floating_point()) {
+    EXPECT(torch::equal(got, want), name << " is not bit-equal to the reference; largest difference "
+                                         << (got.to(torch::kDouble) - want.to(torch::kDouble)).abs().max().item<double>());
+  } else if (want.numel()) {
+    const double difference = (got - want).norm().item<double>(), norm = want.norm().item<double>();
+    EXPECT(difference <= 1e-5 * norm, name << " differs from the reference by " << difference << " at a norm of " << norm);
+  }
+}
+
 // `skip`: names of parameters whose true gradient is zero, which Adam moves by rounding noise.
 template <class Model, class Impl>
 void expect_same_parameters(Model& model, Impl& reference, int world_size, const std::vector<std::string>& skip = {}) {
@@ -108,17 +120,17 @@ void expect_same_parameters(Model& model, Impl& reference, int world_size, const
   const auto named = reference.named_parameters();
   for (const auto& item : model.named_parameters()) {
     if (world_size > 1 && std::find(skip.begin(), skip.end(), item.key()) != skip.end()) continue;
-    const auto got = item.value().clone(), want = named[item.key()];
-    EXPECT(got.sizes() == want.sizes(), item.key() << " has shape " << got.sizes());
-    if (world_size == 1) {
-      EXPECT(torch::equal(got, want),
-             item.key() << " is not bit-equal to the reference; largest difference " << (got - want).abs().max().template item<double>());
-    } else if (want.numel()) {
-      const double difference = (got - want).norm().template item<double>(), norm = want.norm().template item<double>();
-      EXPECT(difference <= 1e-5 * norm, item.key() << " differs from the reference by " << difference << " at a norm of " << norm);
-    }
+    expect_close(item.value().clone(), named[item.key()], world_size, item.key());
   }
 }
+
+template <class Impl>
+void expect_same_buffers(Impl& module, Impl& reference, int world_size) {
+  const auto want = reference.named_buffers();
+  for (const auto& item : module.named_buffers()) expect_close(item.value(), want[item.key()], world_size, "buffer " + item.key());
+}
+
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::Tensor>)>;
 
 struct ParityOptions {
   FsdpOptions fsdp = {};
@@ -127,13 +139,15 @@ struct ParityOptions {
   double max_norm = 0;  // > 0: clip
   bool optimizer_before_wrapping = true;
   std::vector<std::string> skip = {};
+  MakeOptimizer make_optimizer = {};  // empty: AdamW with `learning_rate`
+  std::function<void(torch::optim::Optimizer&, const FullyShardedBase&)> after_wrapping = {};
 };
 
 // batch(rank, step) → whatever loss(module, batch) takes. The loss runs inside model.call.
 template <class Impl, class Batch, class Loss>
 void check_parity(ProcessGroup& group, const std::function<std::shared_ptr<Impl>()>& make, Batch batch, Loss loss,
                   const ParityOptions& options = {}) {
-  const auto make_optimizer = [&](std::vector<torch::Tensor> parameters) -> std::unique_ptr<torch::optim::Optimizer> {
+  const MakeOptimizer make_optimizer = options.make_optimizer ? options.make_optimizer : [&](std::vector<torch::Tensor> parameters) {
     return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(options.learning_rate));
   };
   torch::manual_seed(7);  // all ranks alike: the reference below needs rank 0's values
@@ -148,6 +162,7 @@ void check_parity(ProcessGroup& group, const std::function<std::shared_ptr<Impl>
   if (options.optimizer_before_wrapping) optimizer = make_optimizer(unique_parameters(*module));
   FullyShardedDataParallel model(module, group, options.fsdp);
   if (!options.optimizer_before_wrapping) optimizer = make_optimizer(model.parameters());
+  if (options.after_wrapping) options.after_wrapping(*optimizer, model);
 
   for (int step = 0; step < options.steps; ++step) {
     torch::manual_seed(seed_of(step, group.rank()));
@@ -158,6 +173,7 @@ void check_parity(ProcessGroup& group, const std::function<std::shared_ptr<Impl>
     optimizer->zero_grad();
     const auto losses = reference.step(step, [&](Impl& m, int rank) { return loss(m, batch(rank, step)); });
     expect_same_loss(value.template item<double>(), losses[group.rank()], group.world_size(), step);
+    expect_same_buffers(*module, reference.copy(group.rank()), group.world_size());
     EXPECT(model.stats().resident_unsharded_bytes == 0, "step " << step << ": unsharded buffers hold memory at rest");
   }
   expect_same_parameters(model, reference.copy(0), group.world_size(), options.skip);
