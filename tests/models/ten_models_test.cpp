@@ -44,7 +44,7 @@ fsdp::FsdpOptions in_units_of(int64_t elements) { return {.auto_wrap_policy = fs
 
 }  // namespace
 
-RANKS_TEST("models: variational autoencoder", "[models][quick]", 1, 2, 3) {
+RANKS_TEST("models: variational autoencoder", "[models][quick]", 1, 2, 3, 4) {
   check_parity<models::Vae>(
       group, [] { return std::make_shared<models::Vae>(12, 10, 4); }, batches([] {
         return Batch{torch::rand({5, 12}), {}};
@@ -72,7 +72,7 @@ RANKS_TEST("models: a model on the stack, used through ->, with a struct returne
   EXPECT(model.stats().resident_unsharded_bytes == 0, "memory kept at rest");
 }
 
-RANKS_TEST("models: actor and critic", "[models][quick]", 1, 2, 3) {
+RANKS_TEST("models: actor and critic", "[models][quick]", 1, 2, 3, 4) {
   check_parity<models::ActorCritic>(
       group, [] { return std::make_shared<models::ActorCritic>(4, 2); }, batches([] {
         return Batch{torch::randn({6, 4}), {}};
@@ -81,7 +81,7 @@ RANKS_TEST("models: actor and critic", "[models][quick]", 1, 2, 3) {
       {.fsdp = in_units_of(20), .max_norm = 0.5});
 }
 
-RANKS_TEST("models: recurrent encoder and decoder", "[models][quick]", 1, 2, 3) {
+RANKS_TEST("models: recurrent encoder and decoder", "[models][quick]", 1, 2, 3, 4) {
   check_parity<models::Seq2SeqImpl>(
       group, [] { return std::make_shared<models::Seq2SeqImpl>(models::Seq2SeqOptions().dropout(0.2)); }, batches([] {
         return Batch{torch::randint(0, 11, {3, 5}), torch::randint(0, 11, {3, 4})};
@@ -97,7 +97,7 @@ RANKS_TEST("models: recurrent encoder and decoder", "[models][quick]", 1, 2, 3) 
       {.fsdp = in_units_of(1)});
 }
 
-RANKS_TEST("models: a bare Sequential with Functional, BatchNorm and dropout", "[models][quick]", 1, 2, 3) {
+RANKS_TEST("models: a bare Sequential with Functional, BatchNorm and dropout", "[models][quick]", 1, 2, 3, 4) {
   check_parity<nn::SequentialImpl>(
       group, models::make_sequential_classifier, batches([] {
         return Batch{torch::randn({6, 1, 9, 9}), torch::randint(0, 5, {6})};
@@ -106,7 +106,7 @@ RANKS_TEST("models: a bare Sequential with Functional, BatchNorm and dropout", "
       {.fsdp = in_units_of(10)});
 }
 
-RANKS_TEST("models: EmbeddingBag, parameter containers and a penalty over named_parameters()", "[models][quick]", 1, 2, 3) {
+RANKS_TEST("models: EmbeddingBag, parameter containers and a penalty over named_parameters()", "[models][quick]", 1, 2, 3, 4) {
   check_parity<models::TextClassifierImpl>(
       group, [] { return std::make_shared<models::TextClassifierImpl>(13, 6, 3); }, batches([] {
         return Batch{torch::randint(0, 13, {9}), torch::randint(0, 3, {3})};
@@ -117,7 +117,7 @@ RANKS_TEST("models: EmbeddingBag, parameter containers and a penalty over named_
       {.fsdp = in_units_of(1)});
 }
 
-RANKS_TEST("models: residual network with BatchNorm, spectral norm and buffers written in forward", "[models][quick]", 1, 2, 3) {
+RANKS_TEST("models: residual network with BatchNorm, spectral norm and buffers written in forward", "[models][quick]", 1, 2, 3, 4) {
   check_parity<models::ResidualNetImpl>(
       group, [] { return std::make_shared<models::ResidualNetImpl>(); }, batches([] {
         return Batch{torch::randn({4, 1, 8, 8}), torch::randint(0, 5, {4})};
@@ -130,7 +130,7 @@ RANKS_TEST("models: residual network with BatchNorm, spectral norm and buffers w
 }
 
 // Of the packed projection's bias, the third for keys cancels out of the softmax.
-RANKS_TEST("models: transformer encoder and attention pooling with dropout", "[models][quick]", 1, 2, 3) {
+RANKS_TEST("models: transformer encoder and attention pooling with dropout", "[models][quick]", 1, 2, 3, 4) {
   check_parity<models::AttentionNetImpl>(
       group, [] { return std::make_shared<models::AttentionNetImpl>(); }, batches([] {
         return Batch{torch::randn({5, 3, 8}), torch::randint(0, 4, {3})};
@@ -144,7 +144,7 @@ RANKS_TEST("models: transformer encoder and attention pooling with dropout", "[m
 }
 
 // The first batch is the same on all ranks: WRITE_THROUGH wants every rank to write the same values.
-RANKS_TEST("models: a flow that initialises itself from data and writes masks into its weights", "[models][quick]", 1, 2, 3) {
+RANKS_TEST("models: a flow that initialises itself from data and writes masks into its weights", "[models][quick]", 1, 2, 3, 4) {
   auto options = in_units_of(1);
   options.parameter_writes = fsdp::ParameterWrites::WRITE_THROUGH;
   check_parity<models::FlowImpl>(
@@ -165,7 +165,7 @@ RANKS_TEST("models: one encoder under two names, and a branch that odd steps lea
       {.fsdp = in_units_of(1), .steps = 5});
 }
 
-RANKS_TEST("models: graph network with a GRU called every round", "[models][quick]", 1, 2, 3) {
+RANKS_TEST("models: graph network with a GRU called every round", "[models][quick]", 1, 2, 3, 4) {
   const auto graph = [](int rank, int step) {
     torch::manual_seed(100 + 10 * step + rank);
     return models::GraphBatch{
