@@ -55,7 +55,8 @@ std::string remedy_for(const at::Tensor& tensor, const std::vector<SliceUse>& sl
   if (!full_shape) return kRemedy;
   return std::string(
              "That is the parameter's full shape. Optimizers that stepped before wrapping, and Adagrad built before it, hold state of "
-             "that shape: convert it once with fsdp::shard_optimizer_state(optimizer, model). In other code: ") +
+             "that shape: convert it right after wrapping, before the first step, with fsdp::shard_optimizer_state(optimizer, model). In "
+             "other code: ") +
          kRemedy;
 }
 

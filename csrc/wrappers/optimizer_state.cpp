@@ -7,6 +7,13 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
+#include <functional>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
 #include "runtime/sharded_model.h"
 
 namespace fsdp {
@@ -19,46 +26,134 @@ struct StateTensor {
   at::Tensor* tensor;  // undefined where the optimizer's options do not ask for it
 };
 
+struct ParameterState {
+  std::vector<StateTensor> tensors;
+  int64_t step = 0;
+};
+
 // LibTorch's states share no interface: each type lists its own tensors.
-std::vector<StateTensor> tensors_of(optim::OptimizerParamState& state, const std::string& parameter) {
-  if (auto* sgd = dynamic_cast<optim::SGDParamState*>(&state)) return {{"momentum_buffer", &sgd->momentum_buffer()}};
-  if (auto* adam = dynamic_cast<optim::AdamParamState*>(&state))
-    return {{"exp_avg", &adam->exp_avg()}, {"exp_avg_sq", &adam->exp_avg_sq()}, {"max_exp_avg_sq", &adam->max_exp_avg_sq()}};
-  if (auto* adamw = dynamic_cast<optim::AdamWParamState*>(&state))
-    return {{"exp_avg", &adamw->exp_avg()}, {"exp_avg_sq", &adamw->exp_avg_sq()}, {"max_exp_avg_sq", &adamw->max_exp_avg_sq()}};
-  if (auto* rmsprop = dynamic_cast<optim::RMSpropParamState*>(&state))
-    return {{"square_avg", &rmsprop->square_avg()}, {"momentum_buffer", &rmsprop->momentum_buffer()}, {"grad_avg", &rmsprop->grad_avg()}};
-  if (auto* adagrad = dynamic_cast<optim::AdagradParamState*>(&state)) return {{"sum", &adagrad->sum()}};
+ParameterState look_into(optim::OptimizerParamState& state, const std::string& parameter) {
+  if (auto* sgd = dynamic_cast<optim::SGDParamState*>(&state)) return {{{"momentum_buffer", &sgd->momentum_buffer()}}};
+  if (auto* s = dynamic_cast<optim::AdamParamState*>(&state))
+    return {{{"exp_avg", &s->exp_avg()}, {"exp_avg_sq", &s->exp_avg_sq()}, {"max_exp_avg_sq", &s->max_exp_avg_sq()}}, s->step()};
+  if (auto* s = dynamic_cast<optim::AdamWParamState*>(&state))
+    return {{{"exp_avg", &s->exp_avg()}, {"exp_avg_sq", &s->exp_avg_sq()}, {"max_exp_avg_sq", &s->max_exp_avg_sq()}}, s->step()};
+  if (auto* s = dynamic_cast<optim::RMSpropParamState*>(&state))
+    return {{{"square_avg", &s->square_avg()}, {"momentum_buffer", &s->momentum_buffer()}, {"grad_avg", &s->grad_avg()}}, s->step()};
+  if (auto* s = dynamic_cast<optim::AdagradParamState*>(&state)) return {{{"sum", &s->sum()}}, s->step()};
   TORCH_CHECK(false, "shard_optimizer_state: the optimizer keeps state of a type of its own for parameter '", parameter,
               "'; known are those of SGD, Adam, AdamW, RMSprop and Adagrad. Build the optimizer after wrapping, so that its state begins "
               "with this rank's slices");
 }
 
-}  // namespace
+// A state tensor that shall become this rank's slice.
+struct Change {
+  at::Tensor* tensor;
+  const ShardedParameter* parameter;
+};
 
-void shard_optimizer_state(optim::Optimizer& optimizer, const FullyShardedBase& wrapper) {
+// What one rank's optimizer holds: what to change, and a line on each parameter, for comparison with the other ranks.
+struct Findings {
+  std::vector<Change> changes;
+  std::string lines;
+};
+
+constexpr const char* kAnything = "-";  // compares equal to all: a rank that holds a slice cannot know the whole
+
+std::string hash_of(const at::Tensor& tensor) {
+  const auto plain = tensor.contiguous();
+  const std::string_view bytes(static_cast<const char*>(plain.const_data_ptr()), plain.nbytes());
+  return std::to_string(std::hash<std::string_view>{}(bytes));
+}
+
+Findings search(optim::Optimizer& optimizer, const ShardedModel& model) {
   TORCH_CHECK(!dynamic_cast<optim::LBFGS*>(&optimizer),
               "shard_optimizer_state: torch::optim::LBFGS keeps one state for all parameters together and compares whole gradients; it "
               "cannot train a sharded model. Use SGD, Adam, AdamW, RMSprop or Adagrad");
-  c10::AutoGradMode no_grad(false);
-  std::vector<std::pair<at::Tensor*, at::Tensor>> changes;
-  for (const auto& unit : wrapper.model()->units())
+  Findings findings;
+  for (const auto& unit : model.units())
     for (const auto& group : unit->groups)
       for (const auto& parameter : group->parameters) {
         const auto found = optimizer.state().find(parameter.handle.unsafeGetTensorImpl());
-        if (found == optimizer.state().end()) continue;
-        const ShardSlice part = group->layout.slice(parameter.index, group->rank);
-        for (const auto& [name, tensor] : tensors_of(*found->second, parameter.name)) {
-          if (!tensor->defined() || tensor->sizes() == parameter.slice.sizes()) continue;
-          TORCH_CHECK(tensor->sizes() == at::IntArrayRef(parameter.full_shape), "rank ", group->rank, ": shard_optimizer_state: ", name,
-                      " of parameter '", parameter.name, "' has shape ", tensor->sizes(), "; expected the parameter's full shape ",
-                      at::IntArrayRef(parameter.full_shape), " or this rank's slice ", parameter.slice.sizes(),
-                      ". Nothing was changed; build the optimizer anew");
-          // A copy: a view would keep the whole state alive.
-          changes.emplace_back(tensor, parameter.in_memory_order(*tensor).narrow(0, part.begin_in_parameter, part.length).clone());
+        if (found == optimizer.state().end()) {
+          findings.lines += "nothing\n";
+          continue;
         }
+        const auto [tensors, step] = look_into(*found->second, parameter.name);
+        findings.lines += "step " + std::to_string(step);
+        for (const auto& [name, tensor] : tensors) {
+          if (!tensor->defined()) continue;
+          const bool is_slice = tensor->sizes() == parameter.slice.sizes();
+          TORCH_CHECK(is_slice || tensor->sizes() == at::IntArrayRef(parameter.full_shape), "rank ", group->rank,
+                      ": shard_optimizer_state: ", name, " of parameter '", parameter.name, "' has shape ", tensor->sizes(),
+                      "; expected the parameter's full shape ", at::IntArrayRef(parameter.full_shape), " or this rank's slice ",
+                      parameter.slice.sizes(), ". Nothing was changed; build the optimizer anew");
+          findings.lines += std::string(" ") + name + " " + (is_slice ? kAnything : hash_of(*tensor));
+          if (!is_slice) findings.changes.push_back({tensor, &parameter});
+        }
+        findings.lines += "\n";
       }
-  for (auto& [tensor, slice] : changes) *tensor = std::move(slice);
+  return findings;
+}
+
+std::vector<std::string> split(const std::string& text, char at) {
+  std::vector<std::string> parts;
+  std::istringstream in(text);
+  for (std::string part; std::getline(in, part, at);) parts.push_back(part);
+  return parts;
+}
+
+bool agree(const std::string& line, const std::string& other) {
+  const auto words = split(line, ' '), other_words = split(other, ' ');
+  return words.size() == other_words.size() &&
+         std::equal(words.begin(), words.end(), other_words.begin(),
+                    [](const auto& a, const auto& b) { return a == b || a == kAnything || b == kAnything; });
+}
+
+// Throws on all ranks when one refuses or holds other state: its slices would belong to another history than its neighbours'.
+void agree_on_state(ShardedModel& model, const std::string& lines, const std::string& refusal) {
+  TORCH_CHECK(model.world_size() > 1 || refusal.empty(), refusal);
+  if (model.world_size() == 1) return;
+  const std::string refuses = "refuses: ";
+  const auto answers = model.collectives().seam().exchange("optimizer state", refusal.empty() ? lines : refuses + refusal);
+  TORCH_CHECK(refusal.empty(), refusal);
+  std::vector<std::vector<std::string>> by_rank;
+  for (const auto& answer : answers) {
+    TORCH_CHECK(!answer.starts_with(refuses), "another rank cannot shard its optimizer state: ", answer.substr(refuses.size()));
+    by_rank.push_back(split(answer, '\n'));
+  }
+  size_t line = 0;
+  for (const auto& unit : model.units())
+    for (const auto& group : unit->groups)
+      for (const auto& parameter : group->parameters) {
+        for (int rank = 1; rank < model.world_size(); ++rank)
+          TORCH_CHECK(agree(by_rank[0][line], by_rank[rank][line]),
+                      "shard_optimizer_state: ranks hold different optimizer state for parameter '", parameter.name,
+                      "'; slices of different histories would make one patchwork. Make the same steps, or load the same "
+                      "file, on every rank, or build the optimizer anew. Steps and hashes: rank 0: ",
+                      by_rank[0][line], "; rank ", rank, ": ", by_rank[rank][line]);
+        ++line;
+      }
+}
+
+}  // namespace
+
+void shard_optimizer_state(optim::Optimizer& optimizer, const FullyShardedBase& wrapper) {
+  c10::AutoGradMode no_grad(false);
+  auto& model = *wrapper.model();
+  Findings findings;
+  std::string refusal;
+  try {
+    findings = search(optimizer, model);
+  } catch (const c10::Error& error) {
+    refusal = error.what_without_backtrace();  // the other ranks are told before this one gives up
+  }
+  agree_on_state(model, findings.lines, refusal);
+  for (auto& [tensor, parameter] : findings.changes) {
+    const ShardSlice part = parameter->group->layout.slice(parameter->index, model.rank());
+    // A copy: a view would keep the whole state alive.
+    *tensor = parameter->in_memory_order(*tensor).narrow(0, part.begin_in_parameter, part.length).clone();
+  }
 }
 
 }  // namespace fsdp
