@@ -57,10 +57,19 @@ std::string name_of(const TrackedTensor& tracked, const at::Tensor& tensor) {
   return reached.empty() ? "of " + tracked.group->unit_title : "'" + reached.front()->name + "'";
 }
 
-void check_write(const c10::FunctionSchema& schema, const TrackedTensor& tracked, const at::Tensor& tensor) {
-  TORCH_CHECK(schema.name() != "aten::set_" && schema.name() != "aten::resize_", schema.name(), " would give parameter ",
+// t_, unsqueeze_, detach_ and the like write no element: the tensor object itself becomes a view of another shape or history. That is its
+// holder's business where it is a view (median's kernel does so), but a handle's shape is the shard's, and the kernel gets an alias.
+void check_inplace_view(const c10::FunctionSchema& schema, const TrackedTensor& tracked, const at::Tensor& tensor) {
+  const auto& name = schema.name();
+  TORCH_CHECK(name != "aten::set_" && name != "aten::resize_" && name != "aten::resize_as_", name, " would give parameter ",
               name_of(tracked, tensor),
               " other memory while it is gathered, which sharding has no place for. Copy values with copy_ instead");
+  TORCH_CHECK(tracked.kind != TrackedTensor::Kind::PARAMETER, name, " would make parameter ", name_of(tracked, tensor),
+              " itself a view while it is gathered; it must keep the shape and the history that it was wrapped with. Use the form without "
+              "the underscore, which returns a view");
+}
+
+void check_write(const c10::FunctionSchema& schema, const TrackedTensor& tracked, const at::Tensor& tensor) {
   TORCH_CHECK(tracked.model->writes_allowed(), schema.name(), " writes to parameter ", name_of(tracked, tensor),
               " while it is gathered; what is written there is lost when the parameter is freed. Wrap with .parameter_writes = "
               "ParameterWrites::WRITE_THROUGH if every rank writes the same values, write inside summon_full_params({.write_back = true}), "
@@ -101,7 +110,9 @@ void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
           }
           const bool gathers = is_handle ? tracked->model->computing() || in_graph_task : tracked->kind == TrackedTensor::Kind::UNSHARDED;
           if (gathers) {
-            if (is_written(arguments[slot])) {
+            if (is_written(arguments[slot]) && op.hasTag(at::Tag::inplace_view)) {
+              check_inplace_view(schema, *tracked, tensor);
+            } else if (is_written(arguments[slot])) {
               check_write(schema, *tracked, tensor);
               written_gathered.emplace_back(*tracked, is_handle ? tracked->parameter->full : tensor);
             }
