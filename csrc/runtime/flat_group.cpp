@@ -72,9 +72,10 @@ FlatGroup::FlatGroup(std::string title, const PlannedGroup& planned, const std::
     p.index = static_cast<int64_t>(i);
     p.handle = tensors[i];
     p.full_shape = p.handle.sizes().vec();
-    p.full_strides = contiguous_strides(p.full_shape);
-    if (!p.handle.is_contiguous() && p.handle.is_non_overlapping_and_dense()) {
-      p.full_strides = p.handle.strides().vec();
+    // Also of a contiguous tensor: the stride of a dimension of size 1 is free, but kernels choose their way, and so their rounding, by it.
+    const bool dense = p.handle.is_non_overlapping_and_dense();
+    p.full_strides = dense ? p.handle.strides().vec() : contiguous_strides(p.full_shape);
+    if (dense && !p.handle.is_contiguous()) {
       p.memory_order.resize(p.full_shape.size());
       std::iota(p.memory_order.begin(), p.memory_order.end(), 0);
       std::stable_sort(p.memory_order.begin(), p.memory_order.end(),

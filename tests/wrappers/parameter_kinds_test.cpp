@@ -73,6 +73,31 @@ RANKS_TEST("parameters of every kind: shapes, strides, values and gradients", "[
       });
 }
 
+// The sweep over PyTorch's operators found gradients of a one-column matrix off by 1e-8. The stride of a dimension of size 1 is free, so
+// these are contiguous in more than one way; matrix products and convolutions choose their kernel by which one it is.
+RANKS_TEST("strides of dimensions of size 1 are kept", "[wrappers][kinds][quick]", 1, 2, 3) {
+  struct OnesImpl : nn::Module {
+    OnesImpl() {
+      column = register_parameter("column", torch::randn({1, 5}).t());  // (5, 1), strides (1, 5)
+      one_channel = register_parameter("one_channel", torch::empty_strided({4, 1, 3, 3}, {9, 1, 3, 1}).normal_());  // as channels-last
+    }
+    Tensor forward(Tensor x) { return torch::conv2d(x, one_channel).mean() * column.mm(column.t()).sum(); }
+    Tensor column, one_channel;
+  };
+  check_same_use<OnesImpl>(
+      group, [] { return std::make_shared<OnesImpl>(); },
+      [](Use<OnesImpl>& net) -> std::vector<Tensor> {
+        auto loss = net(torch::randn({2, 1, 8, 8}));
+        loss.backward();
+        net.call([](OnesImpl& m) {
+          EXPECT(m.column.strides() == torch::IntArrayRef({1, 5}), m.column.strides());
+          EXPECT(m.one_channel.strides() == torch::IntArrayRef({9, 1, 3, 1}), m.one_channel.strides());
+          return m.column.sum();
+        });
+        return {loss};
+      });
+}
+
 // A one-element parameter and ranks without any element of a group: what has been dropped elsewhere.
 RANKS_TEST("a group with fewer elements than ranks trains on all of them", "[wrappers][kinds][quick]", 1, 2, 3, 4) {
   struct TinyImpl : nn::Module {
