@@ -3,6 +3,7 @@
 //
 //     shard(tensors)      each tensor becomes the only parameter of a unit of its own; replaces the model before
 //     enter(), leave()    the bracket in which the tensors have their full shape
+//     returned(tensor)    what a wrapper gives its caller for a tensor that the model returns
 //     gradient(index)     of the full shape, from the last backward; None where .grad is undefined
 //     drop()              destroys the model
 //     strict(on)          frees and overwrites every unit after each operator of the process
@@ -129,6 +130,7 @@ TORCH_LIBRARY(fsdp_test, m) {
   m.def("shard(Tensor[] tensors) -> ()", [](std::vector<at::Tensor> tensors) { shard(tensors); });
   m.def("enter() -> ()", &enter);
   m.def("leave() -> ()", &leave);
+  m.def("returned(Tensor tensor) -> Tensor", [](const at::Tensor& tensor) { return fsdp::detail::detach_from_handles(tensor); });
   m.def("gradient(int index) -> Tensor?", &gradient);
   m.def("drop() -> ()", &drop);
   m.def("strict(bool on) -> ()", &strict);
