@@ -244,8 +244,8 @@ def compare(expected, actual, what):
     if expected is None and what.startswith(FORMS):
         return  # the plain run throws; whether a shape is refused is up to the operator
     if isinstance(expected, (list, tuple)):
-        if len(expected) != len(actual):
-            raise Difference(f"{what}: {len(actual)} instead of {len(expected)}")
+        if actual is None or len(expected) != len(actual):
+            raise Difference(f"{what}: {'an error' if actual is None else len(actual)} instead of {len(expected)}")
         for i, (x, y) in enumerate(zip(expected, actual)):
             compare(x, y, f"{what} {i}")
     elif not isinstance(expected, torch.Tensor) or not isinstance(actual, torch.Tensor):
