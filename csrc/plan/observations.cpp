@@ -67,11 +67,24 @@ void judge_units(const Plan& plan, std::vector<std::string>& said) {
                     largest->name.empty() ? "the root unit" : "unit '" + largest->name + "'", 100 * share, plan.numel()));
 }
 
+// A view or detached handle taken before wrapping holds the storage, and goes on holding the values of that moment.
+void find_shared_storages(const ModuleTree& tree, std::vector<std::string>& said) {
+  std::vector<std::string> names;
+  for (const auto& parameter : tree.parameters)
+    if (parameter.tensor.has_storage() && parameter.tensor.storage().use_count() > 1) names.push_back(parameter.registrations.front().name);
+  if (names.empty()) return;
+  said.push_back(
+      fmt::format("{} parameter{} ('{}' first) share{} memory with other tensors: views or detached handles made before wrapping keep the "
+                  "values of this moment and follow no training. Take them again after wrapping, inside the wrapper's call",
+                  names.size(), names.size() == 1 ? "" : "s", names.front(), names.size() == 1 ? "s" : ""));
+}
+
 }  // namespace
 
 std::vector<std::string> observe(const ModuleTree& tree, const Plan& plan) {
   std::vector<std::string> said;
   judge_units(plan, said);
+  find_shared_storages(tree, said);
   namespace nn = torch::nn;
   compare_members_of<nn::LinearImpl, nn::BilinearImpl, nn::EmbeddingImpl, nn::EmbeddingBagImpl, nn::Conv1dImpl, nn::Conv2dImpl,
                      nn::Conv3dImpl, nn::ConvTranspose1dImpl, nn::ConvTranspose2dImpl, nn::ConvTranspose3dImpl, nn::LayerNormImpl,

@@ -2,6 +2,9 @@
 
 #include <torch/nn/module.h>
 
+#include <iterator>
+#include <map>
+
 #include "plan/observations.h"
 #include "plan/planner.h"
 #include "plan/unit_selection.h"
@@ -9,6 +12,33 @@
 
 namespace fsdp {
 namespace {
+
+// Two parameters on the same memory are one weight to the plain model; each would get memory of its own.
+void check_disjoint(const ModuleTree& tree, int rank) {
+  using Begin = std::pair<const c10::StorageImpl*, const char*>;
+  std::map<Begin, std::pair<const char*, std::string>> by_begin;  // (storage, begin) → end, name
+  for (const auto& parameter : tree.parameters) {
+    const auto& tensor = parameter.tensor;
+    if (tensor.layout() != at::kStrided || !tensor.has_storage() || tensor.numel() == 0) continue;
+    const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+    int64_t last = 0;
+    for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+    const auto* end = begin + (last + 1) * static_cast<int64_t>(tensor.element_size());
+    const auto& name = parameter.registrations.front().name;
+    const auto* storage = tensor.storage().unsafeGetStorageImpl();
+    const auto after = by_begin.upper_bound({storage, begin});
+    const auto overlaps = [&](const auto& entry, bool is_before) {
+      TORCH_CHECK(
+          entry.first.first != storage || (is_before ? entry.second.first <= begin : end <= entry.first.second), "rank ", rank,
+          ": parameters '", entry.second.second, "' and '", name,
+          "' share memory (both are views of one tensor); sharding would part them. Register the whole tensor once and take the views in "
+          "forward");
+    };
+    if (after != by_begin.end()) overlaps(*after, false);
+    if (after != by_begin.begin()) overlaps(*std::prev(after), true);
+    by_begin.emplace(std::pair{storage, begin}, std::pair{end, name});
+  }
+}
 
 PlannedModel plan_locally(const torch::nn::Module& module, const ModuleTree& tree, const ProcessGroup& group, const FsdpOptions& options,
                           std::optional<c10::ScalarType> compute_dtype) {
@@ -18,6 +48,7 @@ PlannedModel plan_locally(const torch::nn::Module& module, const ModuleTree& tre
               " registers no parameters, so there is nothing to shard. Tensors and submodules held in plain members are invisible to "
               "LibTorch: register them with register_parameter and register_module");
   for (const auto& parameter : tree.parameters) check_can_be_sharded(parameter.registrations.front().name, parameter.tensor, group.rank());
+  check_disjoint(tree, group.rank());
   return make_plan(tree, select_units(tree, options.auto_wrap_policy), group.world_size(), compute_dtype);
 }
 

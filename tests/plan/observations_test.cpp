@@ -51,6 +51,28 @@ TEST_CASE("a tie by assignment is reported with both names", "[plan][quick]") {
   CHECK_THAT(said[0], ContainsSubstring("member 'head.weight' is 'embedding.weight'") && ContainsSubstring("register_parameter"));
 }
 
+TEST_CASE("a view taken before wrapping is reported", "[plan][quick]") {
+  Mlp net;
+  const auto policy = fsdp::size_based_auto_wrap_policy(1);
+  CHECK(observed(*net, policy).empty());
+  const auto kept = net->fc2->weight.detach();
+  const auto said = observed(*net, policy);
+  REQUIRE(said.size() == 1);
+  CHECK_THAT(said[0], ContainsSubstring("1 parameter ('fc2.weight' first)") && ContainsSubstring("follow no training"));
+}
+
+RANKS_TEST("parameters that share memory are refused by their names", "[plan][errors][quick]", 1, 2) {
+  struct Shares : nn::Module {
+    Shares(int64_t begin_of_second, torch::Tensor whole) {
+      register_parameter("first", whole.narrow(0, 0, 4).detach());
+      register_parameter("second", whole.narrow(0, begin_of_second, 4).detach());
+    }
+  };
+  const auto text = error_of([&] { fsdp::FullyShardedDataParallel model(std::make_shared<Shares>(3, torch::zeros({8})), group); });
+  EXPECT(text.find("'first' and 'second' share memory") != std::string::npos, text);
+  fsdp::FullyShardedDataParallel beside(std::make_shared<Shares>(4, torch::zeros({8})), group);
+}
+
 TEST_CASE("policies by type and by function choose the modules they name", "[plan][quick]") {
   TiedGpt gpt;
   const auto tree = fsdp::walk_modules(*gpt);
