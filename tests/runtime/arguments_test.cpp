@@ -4,6 +4,7 @@
 
 #include <thread>
 
+#include "support/expect_contains.h"
 #include "support/models.h"
 #include "support/ranks.h"
 #include "support/same_use.h"
@@ -42,8 +43,6 @@ struct HidingImpl : nn::Module {
 };
 
 const auto kEach = fsdp::module_wrap_policy<LeafImpl>();
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 }  // namespace
 
@@ -101,14 +100,14 @@ RANKS_TEST("what would take a parameter out of its shard in forward is refused",
       net, group, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1), .parameter_writes = fsdp::ParameterWrites::WRITE_THROUGH});
   const auto in_forward = [&](const std::function<void(MlpImpl&)>& f) { return error_of([&] { model.call(f); }); };
   auto text = in_forward([](MlpImpl& m) { m.fc2->weight.set_data(torch::zeros({8, 8})); });
-  EXPECT(contains(text, "fc2.weight") && contains(text, "set_data") && contains(text, "in the middle of forward"), text);
+  expect_contains(text, {"fc2.weight", "set_data", "in the middle of forward"});
   torch::NoGradGuard no_grad;
   text = in_forward([](MlpImpl& m) { m.fc2->weight.set_(torch::zeros({8, 8})); });
-  EXPECT(contains(text, "fc2.weight") && contains(text, "set_"), text);
+  expect_contains(text, {"fc2.weight", "set_"});
   text = in_forward([](MlpImpl& m) { m.fc2->weight.resize_({4, 4}); });
-  EXPECT(contains(text, "fc2.weight") && contains(text, "resize_"), text);
+  expect_contains(text, {"fc2.weight", "resize_"});
   text = in_forward([](MlpImpl& m) { m.fc2->weight.t_(); });
-  EXPECT(contains(text, "fc2.weight") && contains(text, "aten::t_") && contains(text, "itself a view"), text);
+  expect_contains(text, {"fc2.weight", "aten::t_", "itself a view"});
   torch::AutoGradMode grad(true);
   model(torch::randn({4, 6})).sum().backward();
 }

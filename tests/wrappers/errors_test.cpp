@@ -4,6 +4,7 @@
 
 #include <thread>
 
+#include "support/expect_contains.h"
 #include "support/models.h"
 #include "support/parity.h"
 #include "support/ranks.h"
@@ -12,10 +13,6 @@ using namespace fsdp::testing;
 namespace nn = torch::nn;
 
 namespace {
-
-void expect_contains(const std::string& text, std::initializer_list<std::string> parts) {
-  for (const auto& part : parts) EXPECT(text.find(part) != std::string::npos, "'" << part << "' is missing in: " << text);
-}
 
 template <class Model>
 void expect_trains(Model& model) {

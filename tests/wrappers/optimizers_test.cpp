@@ -2,6 +2,7 @@
 
 #include <fsdp/fsdp.h>
 
+#include "support/expect_contains.h"
 #include "support/models.h"
 #include "support/parity.h"
 #include "support/ranks.h"
@@ -78,10 +79,6 @@ Labelled texts(int rank, int step) {
   torch::manual_seed(100 + 10 * step + rank);
   auto ids = torch::randint(0, TiedGptImpl::kVocabulary, {3, TiedGptImpl::kLength + 1});
   return {ids.slice(1, 0, TiedGptImpl::kLength), ids.slice(1, 1)};
-}
-
-void expect_contains(const std::string& text, std::vector<std::string> parts) {
-  for (const auto& part : parts) EXPECT(text.find(part) != std::string::npos, "'" << part << "' is missing in: " << text);
 }
 
 void train(optim::Optimizer& optimizer, const std::function<torch::Tensor(torch::Tensor)>& forward, int steps, uint64_t seed) {

@@ -2,6 +2,7 @@
 
 #include <fsdp/fsdp.h>
 
+#include "support/expect_contains.h"
 #include "support/models.h"
 #include "support/parity.h"
 #include "support/ranks.h"
@@ -13,10 +14,6 @@ namespace nn = torch::nn;
 namespace {
 
 const auto kPolicy = fsdp::size_based_auto_wrap_policy(1);
-
-void expect_contains(const std::string& text, std::initializer_list<std::string> parts) {
-  for (const auto& part : parts) EXPECT(text.find(part) != std::string::npos, "'" << part << "' is missing in: " << text);
-}
 
 }  // namespace
 
