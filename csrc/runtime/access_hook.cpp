@@ -95,37 +95,35 @@ void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
   std::vector<std::pair<TrackedTensor, at::Tensor>> written_gathered;
   {
     WithoutAccessHook no_hook;
-    visit_tensors(
-        *stack, first, arguments.size(), [&](const at::Tensor& tensor, size_t slot, size_t position) -> std::optional<at::Tensor> {
-          if (!tensor.key_set().has(kAccessKey)) return std::nullopt;
-          const auto tracked = registry::find(tensor);
-          if (!tracked) return std::nullopt;
-          const bool is_handle = tracked->kind == TrackedTensor::Kind::PARAMETER;
-          if (replaces_data(schema)) {  // at rest, the next bracket finds what it brought
-            TORCH_CHECK(
-                slot != 0 || !is_handle || !tracked->model->computing(), "parameter ", name_of(*tracked, tensor),
-                " would be given other data (set_data, set_) in the middle of forward, and leave its shard. Copy values with copy_ (see "
-                "ParameterWrites), or do it outside the wrapper");
-            if (slot == 0 && is_handle) return std::nullopt;
-          }
-          const bool gathers = is_handle ? tracked->model->computing() || in_graph_task : tracked->kind == TrackedTensor::Kind::UNSHARDED;
-          if (gathers) {
-            if (is_written(arguments[slot]) && op.hasTag(at::Tag::inplace_view)) {
-              check_inplace_view(schema, *tracked, tensor);
-            } else if (is_written(arguments[slot])) {
-              check_write(schema, *tracked, tensor);
-              written_gathered.emplace_back(*tracked, is_handle ? tracked->parameter->full : tensor);
-            }
-            pins.want(tracked->model, tracked->unit);
-            if (!is_handle) return std::nullopt;
-            return tracked->model->computing() ? tracked->model->alias_of(*tracked->parameter)
-                                               : tracked->model->saved_handle(*tracked->parameter);
-          }
-          slices.push_back(
-              {*tracked, tensor.unsafeGetTensorImpl(), tensor.storage_offset(), slot, position, tensor.numel(), tensor.requires_grad()});
-          if (tracked->kind != TrackedTensor::Kind::GRADIENT && is_written(arguments[slot])) written_shards.push_back(*tracked);
-          return std::nullopt;
-        });
+    visit_tensors(*stack, first, arguments.size(), [&](const at::Tensor& tensor, size_t slot, size_t) -> std::optional<at::Tensor> {
+      if (!tensor.key_set().has(kAccessKey)) return std::nullopt;
+      const auto tracked = registry::find(tensor);
+      if (!tracked) return std::nullopt;
+      const bool is_handle = tracked->kind == TrackedTensor::Kind::PARAMETER;
+      if (replaces_data(schema)) {  // at rest, the next bracket finds what it brought
+        TORCH_CHECK(
+            slot != 0 || !is_handle || !tracked->model->computing(), "parameter ", name_of(*tracked, tensor),
+            " would be given other data (set_data, set_) in the middle of forward, and leave its shard. Copy values with copy_ (see "
+            "ParameterWrites), or do it outside the wrapper");
+        if (slot == 0 && is_handle) return std::nullopt;
+      }
+      const bool gathers = is_handle ? tracked->model->computing() || in_graph_task : tracked->kind == TrackedTensor::Kind::UNSHARDED;
+      if (gathers) {
+        if (is_written(arguments[slot]) && op.hasTag(at::Tag::inplace_view)) {
+          check_inplace_view(schema, *tracked, tensor);
+        } else if (is_written(arguments[slot])) {
+          check_write(schema, *tracked, tensor);
+          written_gathered.emplace_back(*tracked, is_handle ? tracked->parameter->full : tensor);
+        }
+        pins.want(tracked->model, tracked->unit);
+        if (!is_handle) return std::nullopt;
+        return tracked->model->computing() ? tracked->model->alias_of(*tracked->parameter)
+                                           : tracked->model->saved_handle(*tracked->parameter);
+      }
+      slices.push_back({*tracked, tensor.unsafeGetTensorImpl(), tensor.storage_offset(), tensor.numel(), tensor.requires_grad()});
+      if (tracked->kind != TrackedTensor::Kind::GRADIENT && is_written(arguments[slot])) written_shards.push_back(*tracked);
+      return std::nullopt;
+    });
     if (!slices.empty()) check_slice_arguments(schema, *stack, slices);
     pins.acquire();
   }

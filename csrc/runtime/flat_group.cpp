@@ -133,17 +133,13 @@ at::Tensor FlatGroup::flatten_handles() const {
   return flat;
 }
 
-void FlatGroup::hold_full() {
-  for (auto& p : parameters) {
-    p.handle.set_data(p.full);
-    // set_data drops the accumulator when the dtype changes.
-    if (p.sink) torch::autograd::impl::set_grad_accumulator(p.handle, p.sink);
-  }
-}
+void FlatGroup::hold_full() { hold(&ShardedParameter::full); }
+void FlatGroup::hold_slices() { hold(&ShardedParameter::slice); }
 
-void FlatGroup::hold_slices() {
+void FlatGroup::hold(at::Tensor ShardedParameter::*data) {
   for (auto& p : parameters) {
-    p.handle.set_data(p.slice);
+    p.handle.set_data(p.*data);
+    // set_data drops the accumulator when the dtype changes.
     if (p.sink) torch::autograd::impl::set_grad_accumulator(p.handle, p.sink);
   }
 }

@@ -90,6 +90,9 @@ struct FlatGroup {
   // The same for all elements that differ from what was gathered; those that do not keep the master's precision. REQUIRES: resident.
   void keep_changes();
   at::Tensor own_part() const;  // (S) of `unsharded`
+
+ private:
+  void hold(at::Tensor ShardedParameter::*data);
 };
 
 }  // namespace fsdp

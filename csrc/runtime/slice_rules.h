@@ -15,8 +15,6 @@ struct SliceUse {
   TrackedTensor tracked;
   const void* identity;  // of the TensorImpl, which may be gone when results are checked
   int64_t storage_offset;
-  size_t slot;      // argument
-  size_t position;  // in a list argument
   int64_t numel;
   bool requires_grad;
 };

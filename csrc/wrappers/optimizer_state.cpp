@@ -8,13 +8,13 @@
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
-#include <functional>
 #include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "runtime/sharded_model.h"
+#include "wrappers/agreement.h"
 
 namespace fsdp {
 namespace {
@@ -60,10 +60,10 @@ struct Findings {
 
 constexpr const char* kAnything = "-";  // compares equal to all: a rank that holds a slice cannot know the whole
 
-std::string hash_of(const at::Tensor& tensor) {
+std::string hash_of_values(const at::Tensor& tensor) {
   const auto plain = tensor.contiguous();
   const std::string_view bytes(static_cast<const char*>(plain.const_data_ptr()), plain.nbytes());
-  return std::to_string(std::hash<std::string_view>{}(bytes));
+  return hash_of(bytes);
 }
 
 Findings search(optim::Optimizer& optimizer, const ShardedModel& model) {
@@ -88,7 +88,7 @@ Findings search(optim::Optimizer& optimizer, const ShardedModel& model) {
                       ": shard_optimizer_state: ", name, " of parameter '", parameter.name, "' has shape ", tensor->sizes(),
                       "; expected the parameter's full shape ", at::IntArrayRef(parameter.full_shape), " or this rank's slice ",
                       parameter.slice.sizes(), ". Nothing was changed; build the optimizer anew");
-          findings.lines += std::string(" ") + name + " " + (is_slice ? kAnything : hash_of(*tensor));
+          findings.lines += std::string(" ") + name + " " + (is_slice ? kAnything : hash_of_values(*tensor));
           if (!is_slice) findings.changes.push_back({tensor, &parameter});
         }
         findings.lines += "\n";
@@ -112,16 +112,10 @@ bool agree(const std::string& line, const std::string& other) {
 
 // Throws on all ranks when one refuses or holds other state: its slices would belong to another history than its neighbours'.
 void agree_on_state(ShardedModel& model, const std::string& lines, const std::string& refusal) {
-  TORCH_CHECK(model.world_size() > 1 || refusal.empty(), refusal);
-  if (model.world_size() == 1) return;
-  const std::string refuses = "refuses: ";
-  const auto answers = model.collectives().seam().exchange("optimizer state", refusal.empty() ? lines : refuses + refusal);
-  TORCH_CHECK(refusal.empty(), refusal);
+  const auto answers = exchange_or_refuse(model.collectives().seam(), "optimizer state", lines, refusal, "shard its optimizer state");
+  if (answers.empty()) return;
   std::vector<std::vector<std::string>> by_rank;
-  for (const auto& answer : answers) {
-    TORCH_CHECK(!answer.starts_with(refuses), "another rank cannot shard its optimizer state: ", answer.substr(refuses.size()));
-    by_rank.push_back(split(answer, '\n'));
-  }
+  for (const auto& answer : answers) by_rank.push_back(split(answer, '\n'));
   size_t line = 0;
   for (const auto& unit : model.units())
     for (const auto& group : unit->groups)

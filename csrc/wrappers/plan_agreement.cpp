@@ -3,21 +3,16 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <xxhash.h>
 
 #include <algorithm>
 #include <map>
 #include <sstream>
 
 #include "plan/planner.h"
+#include "wrappers/agreement.h"
 
 namespace fsdp {
 namespace {
-
-std::string hash_of(const std::string& text) {
-  const XXH128_hash_t hash = XXH3_128bits(text.data(), text.size());
-  return fmt::format("{:016x}{:016x}", hash.high64, hash.low64);
-}
 
 std::vector<std::string> split_lines(const std::string& text) {
   std::vector<std::string> lines;
@@ -52,14 +47,8 @@ std::string first_differences(const std::vector<std::string>& texts) {
 }  // namespace
 
 void agree_on_plan(comm::Collectives& collectives, const Plan& plan, const std::string& refusal) {
-  TORCH_CHECK(collectives.world_size() > 1 || refusal.empty(), refusal);
-  if (collectives.world_size() == 1) return;
   const std::string text = fmt::format("{}\n", fmt::join(agreement_lines(plan), "\n"));
-  const std::string refuses = "refuses: ";
-  const auto answers = collectives.exchange("plan of a model being wrapped", refusal.empty() ? hash_of(text) : refuses + refusal);
-  TORCH_CHECK(refusal.empty(), refusal);
-  for (const auto& answer : answers)
-    TORCH_CHECK(!answer.starts_with(refuses), "another rank cannot wrap the model: ", answer.substr(refuses.size()));
+  const auto answers = exchange_or_refuse(collectives, "plan of a model being wrapped", hash_of(text), refusal, "wrap the model");
   if (std::all_of(answers.begin(), answers.end(), [&](const std::string& hash) { return hash == answers.front(); })) return;
   const auto texts = collectives.exchange("differing plans of a model being wrapped", text);
   TORCH_CHECK(false, "rank ", collectives.rank(),
