@@ -47,7 +47,7 @@ void ProcessGroup::close() { collectives_->close(); }
 
 ProcessGroup init_process_group(const ProcessGroupOptions& options) {
   check_options(options);
-  const comm::Environment environment = comm::read_environment();
+  const comm::Environment environment = comm::read_environment(options);
   if (environment.world_size == 1) return ProcessGroup(comm::make_single_process());
   try {
     return ProcessGroup(join(environment, options));

@@ -47,19 +47,15 @@ milliseconds since(Clock::time_point start) { return std::chrono::duration_cast<
 
 class Search {
  public:
-  Search(const Environment& environment, const Member& self, milliseconds limit)
-      : environment_(environment),
-        self_(self),
-        limit_(limit),
-        where_(c10::str("MASTER_ADDR=", environment.master_addr, " MASTER_PORT=", environment.master_port)) {}
+  Search(const Environment& environment, const Member& self, milliseconds limit) : environment_(environment), self_(self), limit_(limit) {}
 
   Meeting run() {
     resolve_master();
     while (true) {
       std::optional<Meeting> meeting = find_store();
       if (meeting && shake(*meeting)) return std::move(*meeting);
-      TORCH_CHECK(since(started_) < limit_, "rendezvous timed out after ", limit_.count() / 1000.0, " s: ", last_failure_, " (", where_,
-                  "); are all ranks started, with the same MASTER_ADDR and MASTER_PORT?");
+      TORCH_CHECK(since(started_) < limit_, "rendezvous timed out after ", limit_.count() / 1000.0, " s: ", last_failure_, " (",
+                  environment_.place, "); are all ranks started, with the same address and port?");
       std::this_thread::sleep_for(kPoll);
     }
   }
@@ -79,7 +75,7 @@ class Search {
     try {
       addresses_ = thread.run(limit_, "the name resolver", [host = environment_.master_addr] { return resolve(host); });
     } catch (const c10::Error& error) {
-      TORCH_CHECK(false, "environment variable MASTER_ADDR='", environment_.master_addr, "': ", error.what_without_backtrace());
+      TORCH_CHECK(false, error.what_without_backtrace(), " (", environment_.place, ")");
     }
   }
 
@@ -108,7 +104,7 @@ class Search {
       return true;
     }
     // In use: by the store, or by a stranger; connecting will show. Another rank may well not own the address.
-    TORCH_CHECK(attempt.error == EADDRINUSE || environment_.rank != 0, "rank 0 cannot listen at ", address, " (", where_,
+    TORCH_CHECK(attempt.error == EADDRINUSE || environment_.rank != 0, "rank 0 cannot listen at ", address, " (", environment_.place,
                 "): ", std::strerror(attempt.error));
     taken_ = attempt.error == EADDRINUSE;
     return false;
@@ -139,8 +135,8 @@ class Search {
 
   void fail_if_stranger() {
     if (!stranger_since_) stranger_since_ = Clock::now();
-    TORCH_CHECK(since(*stranger_since_) < kStranger, "port ", environment_.master_port, " is taken by another program (", where_,
-                "): ", last_failure_, "; choose another MASTER_PORT");
+    TORCH_CHECK(since(*stranger_since_) < kStranger, "port ", environment_.master_port, " is taken by another program (",
+                environment_.place, "): ", last_failure_, "; set another MASTER_PORT");
   }
 
   std::string prefix() const {
@@ -167,7 +163,6 @@ class Search {
   const Environment& environment_;
   const Member& self_;
   const milliseconds limit_;
-  const std::string where_;
   const Clock::time_point started_ = Clock::now();
   std::vector<std::string> addresses_;
   std::string last_failure_ = "nobody was found";

@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 namespace fsdp {
@@ -28,6 +29,13 @@ struct ProcessGroupOptions {
 
   /// Longest time that init_process_group waits for the other ranks.
   std::chrono::milliseconds rendezvous_timeout{60'000};
+
+  /// This process's place in the group, for programs that know it otherwise than from the environment, of which nothing is read
+  /// then. All four or none. Rank 0 listens at master_addr (a name or numeric address of its host), master_port (1 to 65535).
+  std::optional<int> rank = {};
+  std::optional<int> world_size = {};
+  std::optional<std::string> master_addr = {};
+  std::optional<int> master_port = {};
 };
 
 class FSDP_API ProcessGroup {
@@ -54,18 +62,26 @@ class FSDP_API ProcessGroup {
   std::shared_ptr<comm::Collectives> collectives_;
 };
 
-/// Joins the group that the environment describes. All ranks must call, with equal options.
+/// Joins the group that the options or the environment describe. All ranks must call, with equal options apart from `rank`. What
+/// comes first counts:
 ///
-/// * None of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set: a group of this one process.
-/// * Set as by torchrun: RANK, WORLD_SIZE, LOCAL_RANK (optional), MASTER_ADDR, MASTER_PORT. Rank 0 listens there, on MASTER_ADDR
-///   only, or joins torchrun's own store where TORCHELASTIC_USE_AGENT_STORE says so. Where all ranks are on one host, they talk over
-///   loopback. WORLD_SIZE=1 is a group of this one process; nothing is opened.
+/// 1. The options rank, world_size, master_addr and master_port.
+/// 2. RANK, WORLD_SIZE, LOCAL_RANK (optional), MASTER_ADDR, MASTER_PORT, as torchrun and scripts/launch set them. Without torchrun
+///    they must not contradict 3 or 4, unless those speak of a single process.
+/// 3. OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK (Open MPI's mpirun). MASTER_ADDR and MASTER_PORT are needed over several hosts only.
+/// 4. SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID in a task of srun. MASTER_ADDR is by default the first host of the step's
+///    node list, MASTER_PORT a number derived from job and step. In a shell of sbatch or salloc, whose variables speak of tasks
+///    that nobody has started, nothing is read: one process.
+/// 5. Nothing set: a group of this one process.
+///
+/// Rank 0 listens at the master's address, on that address only, or joins torchrun's own store where TORCHELASTIC_USE_AGENT_STORE says
+/// so. Where all ranks are on one host, they talk over loopback. In a group of one process nothing is opened.
 ///
 /// May be called again, in the same order on all ranks, for further groups.
 ///
-/// Throws c10::Error before anything is opened when a variable is missing, not a number or out of range (naming it and its
-/// value); on all ranks when two processes claim one rank, or world sizes, library or torch versions differ (naming who); and
-/// after rendezvous_timeout when ranks are missing (naming how many came).
+/// Throws c10::Error before anything is opened when an option or variable is missing, not a number, out of range or contradicts
+/// another (naming it and its value); on all ranks when two processes claim one rank, or world sizes, library or torch versions differ
+/// (naming who); and after rendezvous_timeout when ranks are missing (naming how many came).
 FSDP_API ProcessGroup init_process_group(const ProcessGroupOptions& options = {});
 
 }  // namespace fsdp
