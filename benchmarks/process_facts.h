@@ -23,6 +23,13 @@ inline double seconds_since_start() {
          std::stod(field) / static_cast<double>(sysconf(_SC_CLK_TCK));
 }
 
+// Milliseconds of all threads on processors so far, in user and kernel mode.
+inline double processor_ms() {
+  timespec used{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+  return 1e3 * static_cast<double>(used.tv_sec) + 1e-6 * static_cast<double>(used.tv_nsec);
+}
+
 // The most physical memory that this process has had, in MB of 10^6 bytes.
 inline double peak_resident_mb() {
   std::ifstream file("/proc/self/status");

@@ -117,6 +117,8 @@ def run(o, system, wrap):
 
     losses, times = [], []
     for step in range(o.warmup + o.steps):
+        if step == o.warmup:
+            processor = time.process_time()
         started = time.perf_counter()
         ids, target = batch_of(step, rank, world_size, o)
         loss = F.cross_entropy(model(ids).flatten(0, 1), target.flatten())
@@ -126,6 +128,7 @@ def run(o, system, wrap):
         losses.append(loss.item())
         if step >= o.warmup:
             times.append(1000 * (time.perf_counter() - started))
+    processor = 1000 * (time.process_time() - processor) / o.steps  # all threads
 
     own = {"losses": losses, "peak_rss_mb": peak_resident_mb(), "startup_s": startup}
     every = [None] * world_size
@@ -138,6 +141,7 @@ def run(o, system, wrap):
             "backend": "gloo",
             "world_size": world_size,
             "step_ms": middle,
+            "step_processor_ms": processor,
             "tokens_per_s": world_size * o.batch * o.sequence / middle * 1000,
             "peak_rss_mb": max(each["peak_rss_mb"] for each in every),
             "startup_s": max(each["startup_s"] for each in every),

@@ -9,6 +9,7 @@ import unittest
 ROOT = os.path.abspath(sys.argv.pop(1))
 sys.path.insert(0, f"{ROOT}/scripts/lib")
 sys.dont_write_bytecode = True
+import bench  # noqa: E402
 import fetch_debs  # noqa: E402
 import tally  # noqa: E402
 
@@ -35,6 +36,9 @@ class Scripts(unittest.TestCase):
             (["setup", "--libtorch", "/no/such"], "no LibTorch in '/no/such'"),
             (["test", "--slow"], "'--slow'"),
             (["test", "--quick", "--stress"], "--quick and --stress exclude each other"),
+            (["bench", "--slow"], "'--slow'"),
+            (["bench", "--ranks", "two"], "--ranks is 'two'"),
+            (["bench", "--out", "/no/such/file.json"], "a folder that does not exist: /no/such"),
         ):
             with self.subTest(arguments):
                 result = script(*arguments)
@@ -122,6 +126,41 @@ class Tally(unittest.TestCase):
 
     def test_no_test_at_all_is_a_failure(self):
         self.assertEqual(self.total([], {}), ("0 passed, 0 failed", 1))
+
+
+class Bench(unittest.TestCase):
+    def test_losses_that_differ_are_named_and_no_time_counts(self):
+        bench.check_losses("a", [2.0, 1.0001], "b", [2.0, 1.0])
+        for losses, text in (
+            ([2.0, 1.0003], "losses differ: at step 1 that of a is 1.0003000, that of b 1.0000000"),
+            ([float("nan"), 1.0], "losses differ: at step 0"),
+            ([2.0], "a has 1 losses, b 2"),
+        ):
+            with self.subTest(losses), self.assertRaisesRegex(bench.Failure, text):
+                bench.check_losses("a", losses, "b", [2.0, 1.0])
+
+    def measure(self, *losses):
+        """Contestants whose third and last step has these losses."""
+        everybody = [bench.Contestant("libfsdp", "FULL_SHARD", backend, []) for backend in ("gloo", "none", "gloo")]
+        report = {"world_size": 1, "step_ms": 10, "tokens_per_s": 100, "peak_rss_mb": 50, "startup_s": 1, "step_times_ms": [8, 10, 14]}
+        bench.measure(everybody, 2, lambda one: {**report, "losses": [3, 2, losses[everybody.index(one)]]})
+        return everybody
+
+    def test_rows_have_the_fields_that_readers_know(self):
+        row = bench.row(self.measure(1.5, 9, 1.5)[0])
+        self.assertEqual(
+            row,
+            {"workload": "W1", "system": "libfsdp", "strategy": "FULL_SHARD", "backend": "gloo", "world_size": 1, "step_ms": 10,
+             "step_ms_spread": 4.5, "tokens_per_s": 100, "peak_rss_mb": 50, "startup_s": 1, "final_loss": 1.5})  # fmt: skip
+
+    def test_rounds_are_left_out_when_time_is_short(self):
+        one = bench.Contestant("libfsdp", "FULL_SHARD", "gloo", [])
+        bench.measure([one], 5, lambda _: {"losses": [1], "step_times_ms": [1]}, seconds=1e-9)
+        self.assertEqual(len(one.reports), 1)
+
+    def test_a_contestant_that_computes_something_else_ends_the_run(self):
+        with self.assertRaisesRegex(bench.Failure, "losses differ: at step 2"):
+            self.measure(1.5, 9, 1.6)
 
 
 unittest.main(verbosity=1)
