@@ -21,6 +21,7 @@
 #include "gpt.h"
 #include "process_facts.h"
 #include "silent_collectives.h"
+#include "statistics.h"
 #include "workload.h"
 
 namespace {
@@ -39,15 +40,6 @@ const std::map<std::string, fsdp::ShardingStrategy> kStrategies{{"FULL_SHARD", f
 
 std::string name_of(fsdp::ShardingStrategy strategy) {
   return std::find_if(kStrategies.begin(), kStrategies.end(), [&](const auto& known) { return known.second == strategy; })->first;
-}
-
-// Between the values of a sorted list, as Python's statistics.quantiles does it inclusively.
-double quantile(std::vector<double> values, double q) {
-  std::sort(values.begin(), values.end());
-  const double at = q * static_cast<double>(values.size() - 1);
-  const auto below = static_cast<size_t>(at);
-  const double above = values[std::min(below + 1, values.size() - 1)];
-  return values[below] + (at - static_cast<double>(below)) * (above - values[below]);
 }
 
 fsdp::ProcessGroup make_group(const std::string& backend) {
@@ -93,7 +85,7 @@ json run(const Flags& flags) {
     for (size_t i = 0; i < losses.size(); ++i) losses[i] += other["losses"][i].get<double>() / group.world_size();
   }
   const auto stats = model.stats();
-  const double median = quantile(times, 0.5);
+  const double median = benchmark::quantile(times, 0.5);
   return {{"system", "libfsdp"},
           {"rank", group.rank()},
           {"strategy", name_of(flags.strategy)},
@@ -101,7 +93,7 @@ json run(const Flags& flags) {
           {"world_size", group.world_size()},
           {"parameters", model.plan().numel()},
           {"step_ms", median},
-          {"step_ms_spread", quantile(times, 0.75) - quantile(times, 0.25)},
+          {"step_ms_spread", benchmark::quantile(times, 0.75) - benchmark::quantile(times, 0.25)},
           {"step_processor_ms", processor_ms},
           {"tokens_per_s", static_cast<double>(group.world_size() * flags.batch * o.length) / median * 1000},
           {"peak_unsharded_bytes", stats.peak_unsharded_bytes},

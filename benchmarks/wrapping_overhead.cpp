@@ -7,24 +7,19 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "gpt.h"
+#include "statistics.h"
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
 double ms_since(Clock::time_point start) { return std::chrono::duration<double, std::milli>(Clock::now() - start).count(); }
-
-double quantile(std::vector<double> values, double q) {
-  std::sort(values.begin(), values.end());
-  return values[static_cast<size_t>(q * static_cast<double>(values.size() - 1) + 0.5)];
-}
 
 struct ManyTensors : torch::nn::Module {
   explicit ManyTensors(int count) {
@@ -88,21 +83,21 @@ int main(int argc, char** argv) {
   int64_t elements = model.plan().numel();
   std::printf("GPT, %lld parameters, 4 x %lld tokens, AdamW, %d threads, %d alternating pairs\n", static_cast<long long>(elements),
               static_cast<long long>(options.length), threads, pairs);
-  std::printf("plain    %7.2f ms   (quartiles %.2f to %.2f)\n", quantile(plain_ms, 0.5), quantile(plain_ms, 0.25),
-              quantile(plain_ms, 0.75));
-  std::printf("wrapped  %7.2f ms   (quartiles %.2f to %.2f)\n", quantile(wrapped_ms, 0.5), quantile(wrapped_ms, 0.25),
-              quantile(wrapped_ms, 0.75));
-  std::printf("ratio    %7.3f      (quartiles %.3f to %.3f), pair by pair\n", quantile(ratios, 0.5), quantile(ratios, 0.25),
-              quantile(ratios, 0.75));
+  std::printf("plain    %7.2f ms   (quartiles %.2f to %.2f)\n", benchmark::quantile(plain_ms, 0.5), benchmark::quantile(plain_ms, 0.25),
+              benchmark::quantile(plain_ms, 0.75));
+  std::printf("wrapped  %7.2f ms   (quartiles %.2f to %.2f)\n", benchmark::quantile(wrapped_ms, 0.5), benchmark::quantile(wrapped_ms, 0.25),
+              benchmark::quantile(wrapped_ms, 0.75));
+  std::printf("ratio    %7.3f      (quartiles %.3f to %.3f), pair by pair\n", benchmark::quantile(ratios, 0.5),
+              benchmark::quantile(ratios, 0.25), benchmark::quantile(ratios, 0.75));
   std::printf("wrapping %d parameter tensors: %.0f ms\n", tensors, wrap_ms);
   if (!json_file.empty()) {
     const nlohmann::json figures = {{"parameters", elements},
                                     {"pairs", pairs},
                                     {"threads", threads},
-                                    {"plain_ms", quantile(plain_ms, 0.5)},
-                                    {"wrapped_ms", quantile(wrapped_ms, 0.5)},
-                                    {"ratio", quantile(ratios, 0.5)},
-                                    {"ratio_quartiles", {quantile(ratios, 0.25), quantile(ratios, 0.75)}},
+                                    {"plain_ms", benchmark::quantile(plain_ms, 0.5)},
+                                    {"wrapped_ms", benchmark::quantile(wrapped_ms, 0.5)},
+                                    {"ratio", benchmark::quantile(ratios, 0.5)},
+                                    {"ratio_quartiles", {benchmark::quantile(ratios, 0.25), benchmark::quantile(ratios, 0.75)}},
                                     {"wrap_10000_tensors_ms", wrap_ms}};
     std::ofstream(json_file) << figures.dump(2) << "\n";
   }
