@@ -18,6 +18,7 @@
 
 #include "comm/collectives.h"
 #include "comm/environment.h"
+#include "fused_adamw.h"
 #include "gpt.h"
 #include "process_facts.h"
 #include "silent_collectives.h"
@@ -33,7 +34,7 @@ struct Flags {
   benchmark::GptOptions model;
   int64_t batch = 4, steps = 30, warmup = 5;
   fsdp::ShardingStrategy strategy = fsdp::ShardingStrategy::FULL_SHARD;
-  std::string backend = "gloo";
+  std::string optimizer = "fused", backend = "gloo";
 };
 
 const std::map<std::string, fsdp::ShardingStrategy> kStrategies{{"FULL_SHARD", fsdp::ShardingStrategy::FULL_SHARD}};
@@ -48,14 +49,15 @@ fsdp::ProcessGroup make_group(const std::string& backend) {
   return fsdp::ProcessGroup(benchmark::make_silent(environment.rank, environment.world_size));
 }
 
-json run(const Flags& flags) {
+template <class Optimizer>
+json run(const Flags& flags, Optimizer (*make_optimizer)(std::vector<torch::Tensor> parameters)) {
   const auto& o = flags.model;
   fsdp::ProcessGroup group = make_group(flags.backend);
   benchmark::Gpt net(o);
   benchmark::set_initial_values(*net);
   fsdp::FullyShardedDataParallel model(
       net, group, {.sharding_strategy = flags.strategy, .auto_wrap_policy = fsdp::module_wrap_policy<benchmark::BlockImpl>()});
-  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
+  auto optimizer = make_optimizer(model.parameters());
   const double startup = benchmark::seconds_since_start();
 
   std::vector<double> losses, times;
@@ -68,7 +70,7 @@ json run(const Flags& flags) {
     loss.backward();
     optimizer.step();
     optimizer.zero_grad();
-    losses.push_back(loss.item<float>());
+    losses.push_back(loss.template item<float>());
     if (step >= flags.warmup) times.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
   }
 
@@ -89,6 +91,7 @@ json run(const Flags& flags) {
   return {{"system", "libfsdp"},
           {"rank", group.rank()},
           {"strategy", name_of(flags.strategy)},
+          {"optimizer", flags.optimizer},
           {"backend", group.backend()},
           {"world_size", group.world_size()},
           {"parameters", model.plan().numel()},
@@ -104,6 +107,15 @@ json run(const Flags& flags) {
           {"final_loss", losses.back()},
           {"losses", losses},
           {"step_times_ms", times}};
+}
+
+constexpr double kLearningRate = 1e-3, kWeightDecay = 0.01;
+
+benchmark::FusedAdamW make_fused(std::vector<torch::Tensor> parameters) {
+  return benchmark::FusedAdamW(std::move(parameters), kLearningRate, kWeightDecay);
+}
+torch::optim::AdamW make_torch(std::vector<torch::Tensor> parameters) {
+  return torch::optim::AdamW(std::move(parameters), torch::optim::AdamWOptions(kLearningRate).weight_decay(kWeightDecay));
 }
 
 }  // namespace
@@ -123,20 +135,24 @@ int main(int argc, char** argv) try {
   number("--steps", flags.steps, "steps to time");
   number("--warmup", flags.warmup, "steps before them");
   app.add_option("--strategy", flags.strategy, "FULL_SHARD")->transform(CLI::Transformer(kStrategies));
+  app.add_option("--optimizer", flags.optimizer, "fused: AdamW in one call for all parameters, as the peers; torch: torch::optim::AdamW")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"fused", "torch"}));
   app.add_option("--backend", flags.backend, "gloo, or none: nothing is communicated")
       ->capture_default_str()
       ->check(CLI::IsMember({"gloo", "none"}));
   CLI11_PARSE(app, argc, argv);
 
-  const json report = run(flags);
+  const json report = flags.optimizer == "fused" ? run(flags, make_fused) : run(flags, make_torch);
   if (report["rank"] == 0) {
     std::printf(
-        "libfsdp %s, %s, %d ranks, %ld parameters: %.1f ms a step (quartiles %.1f apart), %.0f tokens/s, loss %.4f\n"
+        "libfsdp %s, %s, %s AdamW, %d ranks, %ld parameters: %.1f ms a step (quartiles %.1f apart), %.0f tokens/s, loss %.4f\n"
         "  most unsharded at once %.2f MB, most resident %.0f MB a rank, first step after %.1f s\n",
-        report["strategy"].get<std::string>().c_str(), report["backend"].get<std::string>().c_str(), report["world_size"].get<int>(),
-        report["parameters"].get<long>(), report["step_ms"].get<double>(), report["step_ms_spread"].get<double>(),
-        report["tokens_per_s"].get<double>(), report["final_loss"].get<double>(), report["peak_unsharded_bytes"].get<double>() / 1e6,
-        report["peak_rss_mb"].get<double>(), report["startup_s"].get<double>());
+        report["strategy"].get<std::string>().c_str(), report["backend"].get<std::string>().c_str(),
+        report["optimizer"].get<std::string>().c_str(), report["world_size"].get<int>(), report["parameters"].get<long>(),
+        report["step_ms"].get<double>(), report["step_ms_spread"].get<double>(), report["tokens_per_s"].get<double>(),
+        report["final_loss"].get<double>(), report["peak_unsharded_bytes"].get<double>() / 1e6, report["peak_rss_mb"].get<double>(),
+        report["startup_s"].get<double>());
     std::printf("%s\n", report.dump().c_str());
   }
   return 0;
