@@ -38,6 +38,7 @@ class Scripts(unittest.TestCase):
             (["test", "--quick", "--stress"], "--quick and --stress exclude each other"),
             (["bench", "--slow"], "'--slow'"),
             (["bench", "--ranks", "two"], "--ranks is 'two'"),
+            (["bench", "--ranks", "1"], "--ranks is '1'"),
             (["bench", "--out", "/no/such/file.json"], "a folder that does not exist: /no/such"),
         ):
             with self.subTest(arguments):
