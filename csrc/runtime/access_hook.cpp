@@ -4,6 +4,7 @@
 // Design note: docs/design/gather_on_access.md.
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
@@ -90,22 +91,25 @@ void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
   const bool in_graph_task = torch::autograd::get_current_graph_task_id() >= 0;
 
   Pins pins;
-  std::vector<SliceUse> slices;
+  c10::SmallVector<SliceUse, 4> slices;
+  std::vector<at::Tensor> written_slices;  // tensors that become slices by being written
   std::vector<TrackedTensor> written_shards;
   std::vector<std::pair<TrackedTensor, at::Tensor>> written_gathered;
   {
     WithoutAccessHook no_hook;
-    visit_tensors(*stack, first, arguments.size(), [&](const at::Tensor& tensor, size_t slot, size_t) -> std::optional<at::Tensor> {
+    visit_tensors(*stack, first, arguments.size(), [&](const at::Tensor& tensor, size_t slot, size_t i) -> std::optional<at::Tensor> {
       if (!tensor.key_set().has(kAccessKey)) return std::nullopt;
       const auto tracked = registry::find(tensor);
       if (!tracked) return std::nullopt;
       const bool is_handle = tracked->kind == TrackedTensor::Kind::PARAMETER;
+      const bool is_derived = tracked->kind == TrackedTensor::Kind::DERIVED;
       if (replaces_data(schema)) {  // at rest, the next bracket finds what it brought
         TORCH_CHECK(
             slot != 0 || !is_handle || !tracked->model->computing(), "parameter ", name_of(*tracked, tensor),
             " would be given other data (set_data, set_) in the middle of forward, and leave its shard. Copy values with copy_ (see "
             "ParameterWrites), or do it outside the wrapper");
         if (slot == 0 && is_handle) return std::nullopt;
+        if (is_derived && schema.name() != "aten::set_") return std::nullopt;  // set_data copies the origin with the rest
       }
       const bool gathers = is_handle ? tracked->model->computing() || in_graph_task : tracked->kind == TrackedTensor::Kind::UNSHARDED;
       if (gathers) {
@@ -120,16 +124,20 @@ void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
         return tracked->model->computing() ? tracked->model->alias_of(*tracked->parameter)
                                            : tracked->model->saved_handle(*tracked->parameter);
       }
-      slices.push_back({*tracked, tensor.unsafeGetTensorImpl(), tensor.storage_offset(), tensor.numel(), tensor.requires_grad()});
-      if (tracked->kind != TrackedTensor::Kind::GRADIENT && is_written(arguments[slot])) written_shards.push_back(*tracked);
+      slices.push_back({*tracked, tensor.unsafeGetTensorImpl(), i, tensor.storage_offset(), tensor.numel(), tensor.requires_grad()});
+      if (tracked->kind != TrackedTensor::Kind::GRADIENT && !is_derived && is_written(arguments[slot])) written_shards.push_back(*tracked);
       return std::nullopt;
     });
-    if (!slices.empty()) check_slice_arguments(schema, *stack, slices);
+    if (!slices.empty()) written_slices = check_slice_arguments(schema, *stack, slices);
     pins.acquire();
   }
-  // The key stays included: the operator may be made of others that touch further units.
+  // The key stays included: the operator may be made of others that touch further units, or reduce slices. Pointwise ones do neither, and
+  // their forms for numbers call those for tensors.
+  std::optional<WithoutAccessHook> no_hook;
+  if (!slices.empty() && op.hasTag(at::Tag::pointwise)) no_hook.emplace();
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kAccessKey), stack);
-  if (!slices.empty()) check_slice_results(schema, *stack, slices);
+  no_hook.reset();
+  if (!slices.empty()) check_slice_results(schema, *stack, slices, written_slices);
   for (const auto& [tracked, tensor] : written_gathered) tracked.model->keep_written(*tracked.group, tensor);
   for (const auto& tracked : written_shards) tracked.model->shard_was_written(*tracked.unit);
 }

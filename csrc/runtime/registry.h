@@ -24,12 +24,14 @@ struct TrackedTensor {
     UNSHARDED,  // a tensor on an unsharded buffer: an alias or view of parameters
     SHARD,      // a tensor on a flat shard
     GRADIENT,   // a tensor on a shard's gradient
+    DERIVED,    // a tensor with memory of its own, computed from slices
   };
   Kind kind;
   ShardedModel* model;
   Unit* unit;
   FlatGroup* group;
-  ShardedParameter* parameter;  // PARAMETER only
+  ShardedParameter*
+      parameter;  // never of UNSHARDED; of SHARD and GRADIENT where known; of DERIVED the one it was computed from, or one of them
 };
 
 namespace registry {
@@ -37,6 +39,10 @@ namespace registry {
 void add(ShardedParameter& parameter, ShardedModel& model, Unit& unit);
 void add(const at::Tensor& flat, TrackedTensor::Kind kind, ShardedModel& model, Unit& unit, FlatGroup& group);
 void remove_all(const ShardedModel& model);
+
+// Gives `tensor` the access key and the name of `origin`, where it has none; unless it lies in tracked memory it is DERIVED then. That
+// belongs to the tensor object and its copies (detach, data, set_data), not to an address, and ends with remove_all.
+void mark_derived(const at::Tensor& tensor, const ShardedParameter& origin);
 
 std::optional<TrackedTensor> find(const at::Tensor& tensor);
 bool is_sharded(const at::Tensor& handle);  // already a parameter of some sharded model

@@ -20,6 +20,10 @@ void check_can_be_sharded(const std::string& name, const at::Tensor& tensor, int
               "' is sharded already: this module, or a part of it, was wrapped before. Wrap a model once, at its root; to wrap it anew, "
               "destroy the first "
               "wrapper and build a new module");
+  const auto tracked = registry::find(tensor);
+  TORCH_CHECK(!tracked || tracked->kind != TrackedTensor::Kind::DERIVED, "rank ", rank, ": parameter '", name,
+              "' was computed from slices of a sharded model, so it holds one rank's part of a parameter. Make the copy (clone()) before "
+              "wrapping, or inside summon_full_params()");
   TORCH_CHECK(tensor.layout() == at::kStrided, "rank ", rank, ": parameter '", name, "' has layout ", tensor.layout(),
               "; only strided (dense) parameters can be sharded");
   TORCH_CHECK(tensor.device().is_cpu(), "rank ", rank, ": parameter '", name, "' is on device ", tensor.device(),

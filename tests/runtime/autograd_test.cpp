@@ -55,7 +55,7 @@ using Results = std::vector<Tensor>;
 
 }  // namespace
 
-RANKS_TEST("autograd: several forwards before one backward, repeated and partial backwards", "[runtime][autograd][quick]", 1, 2, 3) {
+RANKS_TEST("autograd: several forwards before one backward, repeated and partial backwards", "[runtime][autograd][quick]", 1, 2, 3, 4) {
   check(group, [](Net& net) -> Results {
     const auto one = net(input()).square().mean(), two = net(input()).abs().mean();
     one.backward({}, /*retain_graph=*/true);
@@ -70,7 +70,7 @@ RANKS_TEST("autograd: several forwards before one backward, repeated and partial
   });
 }
 
-RANKS_TEST("autograd: second order", "[runtime][autograd][quick]", 1, 2, 3) {
+RANKS_TEST("autograd: second order", "[runtime][autograd][quick]", 1, 2, 3, 4) {
   check(group, [](Net& net) -> Results {
     auto x = input().requires_grad_();
     auto slope = ag::grad({torch::tanh(net(x)).sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
@@ -79,7 +79,8 @@ RANKS_TEST("autograd: second order", "[runtime][autograd][quick]", 1, 2, 3) {
   });
 }
 
-RANKS_TEST("autograd: grad of parameters leaves .grad alone, backward(inputs) fills what it names", "[runtime][autograd][quick]", 1, 2, 3) {
+RANKS_TEST("autograd: grad of parameters leaves .grad alone, backward(inputs) fills what it names", "[runtime][autograd][quick]", 1, 2, 3,
+           4) {
   check(group, [](Net& net) -> Results {
     auto loss = net(input()).square().mean();
     auto x = input().requires_grad_();
@@ -91,7 +92,7 @@ RANKS_TEST("autograd: grad of parameters leaves .grad alone, backward(inputs) fi
   });
 }
 
-RANKS_TEST("autograd: user hooks, set before and after forward", "[runtime][autograd][quick]", 1, 2, 3) {
+RANKS_TEST("autograd: user hooks, set before and after forward", "[runtime][autograd][quick]", 1, 2, 3, 4) {
   check(group, [](Net& net) -> Results {
     auto calls = std::make_shared<int>(0);
     net.module->a->weight.register_hook([calls](Tensor g) {
@@ -109,7 +110,7 @@ RANKS_TEST("autograd: user hooks, set before and after forward", "[runtime][auto
   });
 }
 
-RANKS_TEST("autograd: backward inside the wrapper's call", "[runtime][autograd][quick]", 1, 2, 3) {
+RANKS_TEST("autograd: backward inside the wrapper's call", "[runtime][autograd][quick]", 1, 2, 3, 4) {
   check(group, [](Net& net) -> Results {
     auto value = net.call([](NetImpl& m) {
       auto x = torch::ones({2, 6}).requires_grad_();
@@ -140,7 +141,7 @@ RANKS_TEST("autograd: views and detached handles kept across steps see current v
   });
 }
 
-RANKS_TEST("autograd: InferenceMode and no_grad between training steps", "[runtime][autograd][quick]", 1, 2, 3) {
+RANKS_TEST("autograd: InferenceMode and no_grad between training steps", "[runtime][autograd][quick]", 1, 2, 3, 4) {
   check(group, [](Net& net) -> Results {
     Results results;
     torch::optim::SGD optimizer(net.parameters, 0.1);
@@ -187,7 +188,7 @@ RANKS_TEST("autograd: autocast and anomaly mode", "[runtime][autograd][quick]", 
   });
 }
 
-RANKS_TEST("autograd: freezing and thawing between steps", "[runtime][autograd][quick]", 1, 2, 3) {
+RANKS_TEST("autograd: freezing and thawing between steps", "[runtime][autograd][quick]", 1, 2, 3, 4) {
   check(group, [](Net& net) -> Results {
     torch::optim::SGD optimizer(net.parameters, 0.1);
     Results results;
@@ -206,7 +207,7 @@ RANKS_TEST("autograd: freezing and thawing between steps", "[runtime][autograd][
 }
 
 // A model that freezes everything first: groups that were frozen when the model was wrapped get gradients later.
-RANKS_TEST("autograd: frozen when wrapped, thawed later", "[runtime][autograd][quick]", 1, 2, 3) {
+RANKS_TEST("autograd: frozen when wrapped, thawed later", "[runtime][autograd][quick]", 1, 2, 3, 4) {
   const auto make = [] {
     auto net = std::make_shared<NetImpl>();
     for (auto& p : net->a->parameters()) p.set_requires_grad(false);
