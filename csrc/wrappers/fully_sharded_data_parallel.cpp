@@ -37,13 +37,18 @@ const std::shared_ptr<ShardedModel>& FullyShardedBase::model() const {
   return model_;
 }
 
+const std::shared_ptr<ShardedModel>& FullyShardedBase::model_to_run() const {
+  if (!model()->computing()) check_still_wrapped(*children().front(), parameters_by_name_, model()->rank());
+  return model();
+}
+
 void FullyShardedBase::unwrap_parameters() {
   model()->unshard_for_good();
   model_.reset();
 }
 
 ClipResult FullyShardedBase::clip_grad_norm_(double max_norm) { return clip_gradients(*model(), parameters(), max_norm); }
-FullParameters FullyShardedBase::summon_full_params(const SummonOptions& options) { return FullParameters(model(), options); }
+FullParameters FullyShardedBase::summon_full_params(const SummonOptions& options) { return FullParameters(model_to_run(), options); }
 const Plan& FullyShardedBase::plan() const { return model()->plan(); }
 Stats FullyShardedBase::stats() const { return model()->stats(); }
 

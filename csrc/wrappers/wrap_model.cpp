@@ -8,6 +8,7 @@
 #include "plan/observations.h"
 #include "plan/planner.h"
 #include "plan/unit_selection.h"
+#include "runtime/registry.h"
 #include "wrappers/plan_agreement.h"
 
 namespace fsdp {
@@ -52,7 +53,33 @@ PlannedModel plan_locally(const torch::nn::Module& module, const ModuleTree& tre
   return make_plan(tree, select_units(tree, options.auto_wrap_policy), group.world_size(), compute_dtype);
 }
 
+// The dictionary itself: named_parameters() would copy every tensor and name at each call.
+struct RegisteredParameters : torch::nn::Module {
+  static const torch::OrderedDict<std::string, at::Tensor>& of(const torch::nn::Module& module) {
+    return module.*&RegisteredParameters::parameters_;
+  }
+};
+
+bool is_left_out(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad() && !registry::is_sharded(tensor); }
+
 }  // namespace
+
+void check_still_wrapped(const torch::nn::Module& module, const torch::OrderedDict<std::string, at::Tensor>& wrapped, int rank) {
+  bool complete = true;
+  module.apply(torch::nn::Module::ConstModuleApplyFunction([&](const torch::nn::Module& each) {
+    for (const auto& item : RegisteredParameters::of(each)) complete = complete && !is_left_out(item.value());
+  }));
+  if (complete) return;
+  for (const auto& item : module.named_parameters()) {
+    if (!is_left_out(item.value())) continue;
+    TORCH_CHECK(!wrapped.contains(item.key()), "rank ", rank, ": parameter '", item.key(),
+                "' was replaced by another tensor after its module was wrapped: the new one is not sharded, and each rank would train its "
+                "own. Keep the tensor and copy values into it inside summon_full_params({.write_back = true}), or unwrap() and wrap anew");
+    TORCH_CHECK(false, "rank ", rank, ": parameter '", item.key(),
+                "' was registered after its module was wrapped: it is not sharded, and each rank would train its own. Register it before "
+                "wrapping (a module that builds itself in forward: run one forward before wrapping), or unwrap() and wrap anew");
+  }
+}
 
 WrappedModel wrap_model(const torch::nn::Module& module, const ProcessGroup& group, const FsdpOptions& options,
                         std::optional<c10::ScalarType> compute_dtype) {

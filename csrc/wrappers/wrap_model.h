@@ -4,6 +4,8 @@
 #include <fsdp/options.h>
 #include <fsdp/process_group.h>
 
+#include <torch/ordered_dict.h>
+
 #include <memory>
 #include <optional>
 #include <utility>
@@ -27,5 +29,9 @@ struct WrappedModel {
 // module as it was.
 WrappedModel wrap_model(const torch::nn::Module& module, const ProcessGroup& group, const FsdpOptions& options,
                         std::optional<c10::ScalarType> compute_dtype = std::nullopt);
+
+// Throws c10::Error that names the first trainable parameter in the module tree that is not sharded: registered after wrapping, or put in
+// the place of one that is. `wrapped`: the names then.
+void check_still_wrapped(const torch::nn::Module& module, const torch::OrderedDict<std::string, at::Tensor>& wrapped, int rank);
 
 }  // namespace fsdp

@@ -118,7 +118,8 @@ class FSDP_API FullyShardedBase : public torch::nn::Module {
 
  protected:
   FullyShardedBase(std::shared_ptr<torch::nn::Module> module, const ProcessGroup& group, const FsdpOptions& options);
-  const std::shared_ptr<ShardedModel>& model() const;  // throws after unwrap
+  const std::shared_ptr<ShardedModel>& model() const;         // throws after unwrap
+  const std::shared_ptr<ShardedModel>& model_to_run() const;  // throws also when the module has got parameters that are not sharded
   void unwrap_parameters();
 
  private:
@@ -166,7 +167,7 @@ class FullyShardedDataParallel : public FullyShardedBase {
   /// The module's own forward, with whatever it takes and returns.
   template <class... Arguments>
   decltype(auto) forward(Arguments&&... arguments) {
-    ComputingBracket bracket(model());
+    ComputingBracket bracket(model_to_run());
     return detail::detach_from_handles(module_->forward(std::forward<Arguments>(arguments)...));
   }
   template <class... Arguments>
@@ -184,12 +185,12 @@ class FullyShardedDataParallel : public FullyShardedBase {
     ComputingBracket bracket_;
     Impl& module_;
   };
-  Arrow operator->() { return Arrow(model(), *module_); }
+  Arrow operator->() { return Arrow(model_to_run(), *module_); }
 
   /// Runs fn(Impl&) with full parameters and returns what it returns.
   template <class Function>
   decltype(auto) call(Function&& function) {
-    ComputingBracket bracket(model());
+    ComputingBracket bracket(model_to_run());
     if constexpr (std::is_void_v<std::invoke_result_t<Function, Impl&>>)
       return std::forward<Function>(function)(*module_);
     else

@@ -87,7 +87,7 @@ RANKS_TEST("A2: a tiny parameter in a group of one", "[cases][quick]", 1, 2) {
 }
 
 // A block called twice in one forward trained with about half its gradient: the second reduction was stored over the first.
-RANKS_TEST("A4: a module used twice in one forward", "[cases][quick]", 1, 2, 3) {
+RANKS_TEST("A4: a module used twice in one forward", "[cases][quick]", 1, 2, 3, 4) {
   struct Net : nn::Module {
     Net() {
       u = register_module("u", nn::Linear(nn::LinearOptions(4, 4).bias(false)));

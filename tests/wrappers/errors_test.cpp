@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "support/expect_contains.h"
+#include "support/expect_trains.h"
 #include "support/models.h"
 #include "support/parity.h"
 #include "support/ranks.h"
@@ -15,13 +16,8 @@ namespace nn = torch::nn;
 namespace {
 
 template <class Model>
-void expect_trains(Model& model) {
-  torch::optim::SGD optimizer(model.parameters(), 0.1);
-  auto loss = model(torch::randn({4, 6})).square().mean();
-  loss.backward();
-  optimizer.step();
-  optimizer.zero_grad();
-  EXPECT(std::isfinite(loss.template item<float>()), "the model does not train any more");
+void expect_trains(Model& model, const fsdp::ProcessGroup& group) {
+  fsdp::testing::expect_trains(model, group, std::make_shared<MlpImpl>(), [] { return torch::randn({4, 6}); });
 }
 
 }  // namespace
@@ -52,7 +48,7 @@ RANKS_TEST("outside the wrapper parameters are slices, and say so", "[wrappers][
     expect_contains(error_of([&] { torch::equal(net->fc2->bias, net->fc2->bias); }), {"fc2.bias", "one rank only"});
   }
   model.module()->zero_grad();
-  expect_trains(model);
+  expect_trains(model, group);
 }
 
 RANKS_TEST("data_ptr() of an absent parameter names unit and remedy", "[wrappers][errors][quick]", 1, 2) {
@@ -71,7 +67,7 @@ RANKS_TEST("data_ptr() of an absent parameter names unit and remedy", "[wrappers
            "the whole model is gathered");
   }
   EXPECT(model.stats().resident_unsharded_bytes == 0, "summoning leaves nothing behind");
-  expect_trains(model);
+  expect_trains(model, group);
 }
 
 RANKS_TEST("writing to a gathered parameter is refused", "[wrappers][errors][quick]", 1, 2) {
@@ -96,7 +92,7 @@ RANKS_TEST("writing to a gathered parameter is refused", "[wrappers][errors][qui
                   }),
                   {"aten::add_", "fc3.bias"});
   torch::AutoGradMode grad(true);
-  expect_trains(model);
+  expect_trains(model, group);
 }
 
 RANKS_TEST("wrapping twice, and wrapping nothing", "[wrappers][errors][quick]", 1, 2) {
@@ -112,7 +108,7 @@ RANKS_TEST("wrapping twice, and wrapping nothing", "[wrappers][errors][quick]", 
   with_gradient->forward(torch::randn({2, 6})).sum().backward();
   expect_contains(error_of([&] { fsdp::FullyShardedDataParallel late(with_gradient, group); }),
                   {"fc1.weight", "already has a gradient", "zero_grad()"});
-  expect_trains(model);
+  expect_trains(model, group);
 }
 
 RANKS_TEST("members that would act on slices name the right call", "[wrappers][errors][quick]", 1) {
@@ -139,7 +135,7 @@ RANKS_TEST("different models on two ranks: an error on all within 2 s, the modul
 
   Mlp other;  // the group is as good as before
   fsdp::FullyShardedDataParallel model(other, group);
-  expect_trains(model);
+  expect_trains(model, group);
 }
 
 RANKS_TEST("a model that one rank cannot wrap is an error on all ranks", "[wrappers][errors][quick]", 2, 3) {
@@ -150,7 +146,7 @@ RANKS_TEST("a model that one rank cannot wrap is an error on all ranks", "[wrapp
   if (group.rank() != 1) expect_contains(text, {"another rank cannot wrap the model"});
   net->zero_grad();
   fsdp::FullyShardedDataParallel model(net, group);
-  expect_trains(model);
+  expect_trains(model, group);
 }
 
 RANKS_TEST("a failed forward or backward leaves a model that trains", "[wrappers][errors][quick]", 1, 2) {

@@ -43,17 +43,17 @@ fsdp::WrapPolicy units_of() {
 
 }  // namespace
 
-RANKS_TEST("parity: MLP", "[wrappers][parity][quick]", 1, 2, 3) {
+RANKS_TEST("parity: MLP", "[wrappers][parity][quick]", 1, 2, 3, 4) {
   check_parity<MlpImpl>(group, [] { return std::make_shared<MlpImpl>(); }, vectors, classify,
                         {.fsdp = {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1)}});
 }
 
-RANKS_TEST("parity: MLP as one unit, optimizer built after wrapping, clipped", "[wrappers][parity][quick]", 1, 2, 3) {
+RANKS_TEST("parity: MLP as one unit, optimizer built after wrapping, clipped", "[wrappers][parity][quick]", 1, 2, 3, 4) {
   check_parity<MlpImpl>(group, [] { return std::make_shared<MlpImpl>(); }, vectors, classify,
                         {.max_norm = 0.3, .optimizer_before_wrapping = false});
 }
 
-RANKS_TEST("parity: convolutional network", "[wrappers][parity][quick]", 1, 2, 3) {
+RANKS_TEST("parity: convolutional network", "[wrappers][parity][quick]", 1, 2, 3, 4) {
   check_parity<ConvNetImpl>(group, [] { return std::make_shared<ConvNetImpl>(); }, images, classify,
                             {.fsdp = {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(100)}});
 }
@@ -66,7 +66,7 @@ RANKS_TEST("parity: GPT with tied embedding, the head in another unit", "[wrappe
                              .skip = {"blocks.0.key.bias", "blocks.1.key.bias"}});
 }
 
-RANKS_TEST("parity: two forwards before one backward", "[wrappers][parity][quick]", 1, 2, 3) {
+RANKS_TEST("parity: two forwards before one backward", "[wrappers][parity][quick]", 1, 2, 3, 4) {
   const auto twice = [](MlpImpl& m, const Labelled& batch) {
     return F::cross_entropy(m.forward(batch.input), batch.target) + m.forward(batch.input * 2).square().mean();
   };
@@ -92,7 +92,7 @@ RANKS_TEST("parity: forward through (), ->, call and a module on the stack are t
   EXPECT(model.stats().resident_unsharded_bytes == 0, "evaluation leaves units gathered");
 }
 
-RANKS_TEST("gradients accumulate over backwards until zero_grad, as in the plain run", "[wrappers][parity][quick]", 1, 2, 3) {
+RANKS_TEST("gradients accumulate over backwards until zero_grad, as in the plain run", "[wrappers][parity][quick]", 1, 2, 3, 4) {
   torch::manual_seed(5);
   Mlp net, plain;
   copy_values(*plain, *net);

@@ -3,6 +3,7 @@
 #include <fsdp/fsdp.h>
 
 #include "support/expect_contains.h"
+#include "support/expect_trains.h"
 #include "support/models.h"
 #include "support/ranks.h"
 
@@ -34,7 +35,7 @@ RANKS_TEST("parameters that cannot be sharded are refused by name", "[wrappers][
   expect_contains(refusal(group, inference, false), {"'odd'", "InferenceMode"});
   Mlp net;
   fsdp::FullyShardedDataParallel model(net, group);
-  model(torch::randn({4, 6})).sum().backward();
+  expect_trains(model, group, std::make_shared<MlpImpl>(), [] { return torch::randn({4, 6}); });
 }
 
 RANKS_TEST("unwrapping while the model runs, and backward after its wrapper is gone", "[wrappers][errors][quick]", 1, 2) {
@@ -48,5 +49,5 @@ RANKS_TEST("unwrapping while the model runs, and backward after its wrapper is g
   expect_contains(error_of([&] { loss.backward(); }), {"destroyed", "keep the wrapper alive"});
   Mlp other;
   fsdp::FullyShardedDataParallel model(other, group);
-  model(torch::randn({4, 6})).sum().backward();
+  expect_trains(model, group, std::make_shared<MlpImpl>(), [] { return torch::randn({4, 6}); });
 }
