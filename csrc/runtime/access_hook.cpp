@@ -92,7 +92,7 @@ void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
 
   Pins pins;
   c10::SmallVector<SliceUse, 4> slices;
-  std::vector<at::Tensor> written_slices;  // tensors that become slices by being written
+  std::vector<WrittenTensor> written_slices;
   std::vector<TrackedTensor> written_shards;
   std::vector<std::pair<TrackedTensor, at::Tensor>> written_gathered;
   {

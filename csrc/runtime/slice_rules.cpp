@@ -119,17 +119,20 @@ bool is_part_of_more(const at::Tensor& tensor) {
 
 // Whose slice the operator's result is: lists are worked through side by side.
 const ShardedParameter& origin_of(const at::Tensor& result, size_t position, c10::ArrayRef<SliceUse> slices) {
-  const SliceUse* best = nullptr;
-  for (const auto& use : slices)
-    if (use.numel == result.numel() && (!best || (best->position != position && use.position == position))) best = &use;
-  if (!best) best = &slices.front();
+  const auto fits = [&](const SliceUse& use) { return use.numel == result.numel(); };
+  const SliceUse* best = position < slices.size() && slices[position].position == position ? &slices[position] : &slices.front();
+  if (!fits(*best)) {
+    const auto* other = std::find_if(slices.begin(), slices.end(), fits);
+    if (other != slices.end()) best = other;
+  }
   const auto* parameter = parameter_of(*best);
   return parameter ? *parameter : best->tracked.group->parameters.front();
 }
 
 }  // namespace
 
-std::vector<at::Tensor> check_slice_arguments(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c10::ArrayRef<SliceUse> slices) {
+std::vector<WrittenTensor> check_slice_arguments(const c10::FunctionSchema& schema, torch::jit::Stack& stack,
+                                                 c10::ArrayRef<SliceUse> slices) {
   const auto& name = schema.name();
   const auto& arguments = schema.arguments();
   const auto& first = slices.front();
@@ -144,12 +147,15 @@ std::vector<at::Tensor> check_slice_arguments(const c10::FunctionSchema& schema,
     TORCH_CHECK(!is_local_answer(schema), name, " of ", describe(first), " would answer for one rank only: ", holds(first), ". ", kRemedy);
     TORCH_CHECK(!goes_along_dimension(schema), name, " of ", describe(first), " sees one rank only: ", holds(first), ". ", kRemedy);
   }
-  std::vector<at::Tensor> written;
-  const auto visit = [&](const at::Tensor& tensor, size_t slot, size_t) -> std::optional<at::Tensor> {
-    const bool is_slice = is_one_of(tensor, slices);
+  std::vector<WrittenTensor> written;
+  const auto* next = slices.begin();  // they were found in this order
+  const auto visit = [&](const at::Tensor& tensor, size_t slot, size_t position) -> std::optional<at::Tensor> {
+    const bool is_slice = next != slices.end() && next->identity == tensor.unsafeGetTensorImpl();
+    if (is_slice) ++next;
     const bool is_written = arguments[slot].alias_info() && arguments[slot].alias_info()->isWrite();
     const bool gathered = !is_slice && is_gathered(tensor);
-    const bool fits = tensor.dim() == 0 || has_size_of_a_slice(tensor, slices) || (is_written && is_unsized(tensor));
+    const bool fits =
+        tensor.dim() == 0 || (is_slice ? tensor.dim() == 1 : has_size_of_a_slice(tensor, slices)) || (is_written && is_unsized(tensor));
     TORCH_CHECK(fits && !gathered, name, " cannot combine ", describe(first), gathered ? " with a gathered parameter" : " with a tensor",
                 " of shape ", tensor.sizes(), ": ", holds(first), ". ", remedy_for(tensor, slices));
     if (is_slice || !is_written) return std::nullopt;
@@ -157,7 +163,7 @@ std::vector<at::Tensor> check_slice_arguments(const c10::FunctionSchema& schema,
     TORCH_CHECK(!over_ranks || !is_part_of_more(tensor), name, " cannot write ", describe(first),
                 " into a part of a larger tensor, which would no longer show that it holds slices: ", holds(first),
                 ". Keep it in a tensor of its own, such as torch::zeros_like(parameter)");
-    if (tensor.dim() == 1) written.push_back(tensor);
+    if (tensor.dim() == 1) written.push_back({tensor, position});
     return std::nullopt;
   };
   visit_tensors(stack, stack.size() - arguments.size(), arguments.size(), visit);
@@ -165,17 +171,18 @@ std::vector<at::Tensor> check_slice_arguments(const c10::FunctionSchema& schema,
 }
 
 void check_slice_results(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c10::ArrayRef<SliceUse> slices,
-                         const std::vector<at::Tensor>& written) {
+                         const std::vector<WrittenTensor>& written) {
   const bool over_ranks = slices.front().tracked.model->world_size() > 1;
+  const bool returns_arguments = schema.is_mutable();
   const auto count = schema.returns().size();
   visit_tensors(stack, stack.size() - count, count, [&](const at::Tensor& tensor, size_t, size_t position) -> std::optional<at::Tensor> {
     const bool is_slice = has_size_of_a_slice(tensor, slices);
     TORCH_CHECK(is_slice || !over_ranks, schema.name(), " of ", describe(slices.front()), " sees one rank only: ", holds(slices.front()),
                 ". ", kRemedy);
-    if (is_slice && !is_one_of(tensor, slices)) registry::mark_derived(tensor, origin_of(tensor, position, slices));
+    if (is_slice && !(returns_arguments && is_one_of(tensor, slices))) registry::mark_derived(tensor, origin_of(tensor, position, slices));
     return std::nullopt;
   });
-  for (const auto& tensor : written) registry::mark_derived(tensor, origin_of(tensor, 0, slices));
+  for (const auto& [tensor, position] : written) registry::mark_derived(tensor, origin_of(tensor, position, slices));
 }
 
 }  // namespace fsdp

@@ -25,11 +25,18 @@ struct SliceUse {
   bool requires_grad;
 };
 
-// Throws c10::Error that names the parameter, the operator and what to call instead. Returns the tensors that the operator will write
-// slices into. REQUIRES: `slices` not empty.
-std::vector<at::Tensor> check_slice_arguments(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c10::ArrayRef<SliceUse> slices);
+// A tensor that an operator writes slices into.
+struct WrittenTensor {
+  at::Tensor tensor;
+  size_t position;  // in its list
+};
+
+// Throws c10::Error that names the parameter, the operator and what to call instead. Returns what becomes a slice by
+// being written. REQUIRES: `slices` not empty, in the order of the arguments.
+std::vector<WrittenTensor> check_slice_arguments(const c10::FunctionSchema& schema, torch::jit::Stack& stack,
+                                                 c10::ArrayRef<SliceUse> slices);
 // After the operator: results and `written` are slices from now on.
 void check_slice_results(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c10::ArrayRef<SliceUse> slices,
-                         const std::vector<at::Tensor>& written);
+                         const std::vector<WrittenTensor>& written);
 
 }  // namespace fsdp
