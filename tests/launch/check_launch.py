@@ -1,17 +1,19 @@
-"""Checks scripts/launch with programs of a few lines of shell (no LibTorch: only torchrun's own start is paid).
+"""Checks scripts/launch with programs of a few lines of shell (no LibTorch: only torchrun's own start is paid), and that ranks which
+torchrun restarts meet again: TESTS is the program with the cases of launched_test.cpp.
 
-    python3 check_launch.py ROOT
+    python3 check_launch.py ROOT TESTS
 """
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 
-ROOT = sys.argv[1]
+ROOT, TESTS = sys.argv[1:3]
 
 
 def start(n, script, *arguments, **kwargs):
@@ -152,6 +154,24 @@ def mistakes_are_explained():
         need(result.returncode != 0 and text in result.stderr, text, result)
 
 
+def restarted_ranks_meet_again():
+    """Both with torchrun's own store, in which the keys of the first attempt are still there, and without."""
+    torchrun = shutil.which("torchrun", path=f"{ROOT}/.venv/bin:{os.environ['PATH']}")
+    need(torchrun, "a torchrun in .venv or on PATH")
+    without_store = [f"--rdzv-endpoint={ROOM}/rendezvous", "--rdzv-conf=store_type=file"]
+    for arguments, disabled in ((["--rdzv-endpoint=localhost:0"], "0"), (without_store, "1")):
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": disabled, "FSDP_TEST_FAILING_RANK": "1"}
+        result = subprocess.run(
+            [torchrun, "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "--rdzv-backend=c10d", *arguments,
+             "--rdzv-id=restarts", "--local-addr=127.0.0.1", "--no-python", TESTS, "trains as launched"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, timeout=120)  # fmt: skip
+        shown = (arguments, result.returncode, result.stdout, result.stderr)
+        need(result.returncode == 0, "exit code 0", *shown)
+        need("attempt 0" not in result.stdout, "the first attempt fails", *shown)
+        for rank in "01":
+            need(f"attempt 1: rank {rank} of 2 trained" in result.stdout, "the second attempt trains", *shown)
+
+
 def main():
     failed = 0
     for check in (
@@ -163,6 +183,7 @@ def main():
         nothing_listens,
         lines_come_when_they_are_written,
         mistakes_are_explained,
+        restarted_ranks_meet_again,
     ):
         began = time.monotonic()
         try:
