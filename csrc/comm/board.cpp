@@ -3,6 +3,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <algorithm>
+
 namespace fsdp::comm {
 
 namespace {
@@ -10,13 +12,12 @@ namespace {
 std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
 std::string text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
-c10::intrusive_ptr<c10d::TCPStore> connect(const std::string& address, uint16_t port) {
+c10::intrusive_ptr<c10d::TCPStore> connect(const std::string& address, uint16_t port, std::chrono::milliseconds limit) {
   c10d::TCPStoreOptions options;
   options.port = port;
   options.isServer = false;
   options.waitWorkers = false;
-  // c10d tries again and again, with pauses, while it is refused. The caller knows that somebody listens there, and tries again itself.
-  options.timeout = std::chrono::milliseconds(1000);
+  options.timeout = limit;
   auto store = c10::make_intrusive<c10d::TCPStore>(address, options);
   store->setTimeout(Board::kAnswer);
   return store;
@@ -39,7 +40,7 @@ std::shared_ptr<HostedStore> host_store(const std::string& address, uint16_t por
   options.port = port;
   options.isServer = true;
   options.waitWorkers = false;
-  options.timeout = Board::kAnswer;
+  options.timeout = Board::kPatience;  // it connects to itself
   // Without a socket of ours c10d would listen on every interface, for anybody.
   options.masterListenFd = listening_fd;
   auto hosted = std::make_shared<HostedStore>();
@@ -53,10 +54,25 @@ struct Board::Connection {
   bool failed = false;
 };
 
-Board::Board(const std::string& address, uint16_t port, std::string prefix)
-    : address_(address), port_(port), prefix_(std::move(prefix)), connection_(std::make_shared<Connection>()) {
-  thread_.run(kAnswer, c10::str("what listens at ", address, " port ", port), [connection = connection_, prefix = prefix_, address, port] {
-    connection->store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect(address, port));
+Board::Board(const std::string& address, uint16_t port, std::string prefix, std::chrono::milliseconds connect_limit)
+    : Board(
+          c10::str("the store at ", address, " port ", port),
+          [address, port](std::chrono::milliseconds limit) { return connect(address, port, limit); }, std::move(prefix), connect_limit) {}
+
+Board::Board(c10::intrusive_ptr<c10d::Store> store, std::string prefix)
+    : Board(
+          "the store that was handed over",
+          [store = std::move(store)](std::chrono::milliseconds) {
+            auto clone = store->clone();
+            clone->setTimeout(kAnswer);
+            return clone;
+          },
+          std::move(prefix), kPatience) {}
+
+Board::Board(std::string what, Connect connect, std::string prefix, std::chrono::milliseconds connect_limit)
+    : what_(std::move(what)), connect_(std::move(connect)), prefix_(std::move(prefix)), connection_(std::make_shared<Connection>()) {
+  thread_.run(std::max(connect_limit, kAnswer), what_, [connection = connection_, prefix = prefix_, connect = connect_, connect_limit] {
+    connection->store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect(connect_limit));
   });
 }
 
@@ -81,16 +97,15 @@ auto Board::start(F f) {
 template <class F>
 auto Board::call(F f) {
   TORCH_CHECK(!lost(), loss_);
-  const std::string what = c10::str("the store at ", address_, " port ", port_);
   auto answer = start(std::move(f));
   if (answer.wait_for(kAnswer) == std::future_status::ready) {
     try {
       return answer.get();
     } catch (const c10::Error& error) {
-      loss_ = c10::str(what, " is gone: ", error.what_without_backtrace());
+      loss_ = c10::str(what_, " is gone: ", error.what_without_backtrace());
     }
   } else {
-    loss_ = c10::str(what, " did not answer within ", kAnswer.count() / 1000.0, " s");
+    loss_ = c10::str(what_, " did not answer within ", kAnswer.count() / 1000.0, " s");
   }
   C10_THROW_ERROR(Error, loss_);
 }
@@ -130,7 +145,7 @@ std::future<void> Board::start_set_once(const std::string& key, const std::strin
 }
 
 c10::intrusive_ptr<c10d::Store> Board::connection(const std::string& prefix) const {
-  return c10::make_intrusive<c10d::PrefixStore>(prefix_ + prefix, connect(address_, port_));
+  return c10::make_intrusive<c10d::PrefixStore>(prefix_ + prefix, connect_(kPatience));
 }
 
 }  // namespace fsdp::comm

@@ -13,6 +13,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <future>
 #include <memory>
 #include <optional>
@@ -32,8 +33,16 @@ class Board {
  public:
   static constexpr std::chrono::milliseconds kAnswer{5000};
 
+  // Before it connects, c10d asks the resolver for the name of the address, for its messages; one that does not answer takes five
+  // seconds an attempt, which count. Whoever knows that a store listens there can wait for that.
+  static constexpr std::chrono::milliseconds kPatience{15'000};
+  // c10d tries again and again, with pauses, while it is refused. For those who only know that somebody listens, and try again themselves.
+  static constexpr std::chrono::milliseconds kImpatience{1000};
+
   // Connects to the store at this numeric address. All keys get `prefix`.
-  Board(const std::string& address, uint16_t port, std::string prefix);
+  Board(const std::string& address, uint16_t port, std::string prefix, std::chrono::milliseconds connect_limit = kImpatience);
+  // On somebody's store, of which it uses a clone.
+  Board(c10::intrusive_ptr<c10d::Store> store, std::string prefix);
   ~Board();
 
   void set(const std::string& key, const std::string& text);
@@ -53,13 +62,15 @@ class Board {
 
  private:
   struct Connection;
+  using Connect = std::function<c10::intrusive_ptr<c10d::Store>(std::chrono::milliseconds limit)>;
+  Board(std::string what, Connect connect, std::string prefix, std::chrono::milliseconds connect_limit);
   template <class F>
   auto start(F f);
   template <class F>
   auto call(F f);
 
-  const std::string address_;
-  const uint16_t port_;
+  const std::string what_;  // "the store at 127.0.0.1 port 29500"
+  const Connect connect_;
   const std::string prefix_;
   std::shared_ptr<Connection> connection_;  // used on thread_ only
   std::string loss_;                        // why the store is lost, or ""

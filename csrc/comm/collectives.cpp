@@ -83,9 +83,14 @@ const char* to_string(Operation operation) {
 
 std::string Collectives::topic_of(const std::string& message) { return split_topic(message).first; }
 
+std::string Collectives::title() const { return c10::str("rank ", rank(), " of ", world_size()); }
+
+std::shared_ptr<Collectives> Collectives::split(int /*color*/, int /*key*/) {
+  TORCH_CHECK(false, title(), ": a group of backend '", backend(), "' cannot be split");
+}
+
 void Collectives::check_healthy(const std::string& description) const {
-  TORCH_CHECK(first_error_.empty(), "rank ", rank(), " of ", world_size(), ": ", description,
-              " refused, since the group has failed before: ", first_error_);
+  TORCH_CHECK(first_error_.empty(), title(), ": ", description, " refused, since the group has failed before: ", first_error_);
 }
 
 template <class Body>
@@ -101,8 +106,7 @@ auto Collectives::guarded(const std::string& description, Clock::time_point star
     fail(error.what_without_backtrace());
     throw;
   } catch (const std::exception& error) {
-    fail(c10::str("rank ", rank(), " of ", world_size(), ": ", description, " failed after ", seconds_since(started), ": ",
-                  reason_of(error)));
+    fail(c10::str(title(), ": ", description, " failed after ", seconds_since(started), ": ", reason_of(error)));
     throw GroupError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, first_error_);
   }
 }

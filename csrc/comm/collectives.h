@@ -64,6 +64,9 @@ class Collectives : public std::enable_shared_from_this<Collectives> {
   virtual int world_size() const = 0;
   virtual const std::string& backend() const = 0;
 
+  // This rank in the words of errors: "rank 1 of 4", and of which group where there are several.
+  virtual std::string title() const;
+
   // output (N·n) receives rank i's input (n) at [i·n, (i+1)·n). In place: input may be that very block of output.
   Pending all_gather(at::Tensor output, at::Tensor input, std::string purpose);
 
@@ -83,6 +86,10 @@ class Collectives : public std::enable_shared_from_this<Collectives> {
   // Every rank's text, in rank order. Texts may differ in length: this is how ranks find out whether they agree. A rank that
   // calls with another topic is an error on all ranks that names both topics.
   std::vector<std::string> exchange(const std::string& topic, const std::string& text);
+
+  // A new group of the ranks that gave the same color, ordered by key and then by rank; null where this rank's color is negative. It
+  // has connections, a store and an order of collectives of its own. By default: a group that cannot be split, an error.
+  virtual std::shared_ptr<Collectives> split(int color, int key);
 
   // Empty while the group is healthy.
   const std::string& first_error() const { return first_error_; }

@@ -168,7 +168,9 @@ struct Handshake {
 
 }  // namespace
 
-std::string Member::to_string() const { return c10::str("rank ", rank, " (host ", host, ", pid ", pid, ")"); }
+std::string Member::to_string() const {
+  return c10::str("rank ", rank, " (", origin, origin.empty() ? "" : " before the split, ", "host ", host, ", pid ", pid, ")");
+}
 
 Member this_process(int rank, int world_size, const std::string& backend) {
   std::array<char, 256> host{};

@@ -20,8 +20,9 @@ struct Member {
   std::string host;      // name, for messages
   std::string loopback;  // equal for two processes exactly if they reach each other over the loopback interface and see each other's pid
   int64_t pid = 0;
+  std::string origin = {};  // of a rank of a part: "rank 3 of 4", its place before the split. Never on the board
 
-  std::string to_string() const;  // "rank 1 (host vm, pid 123)"
+  std::string to_string() const;  // "rank 1 (host vm, pid 123)", of a part "rank 1 (rank 3 of 4 before the split, host vm, pid 123)"
 };
 
 // This process, with the versions it was built with.

@@ -29,4 +29,8 @@ struct Meeting {
 // meeting at one place has keys of its own. Throws c10::Error after `limit`, and as shake_hands() does.
 Meeting meet(const Environment& environment, const Member& self, std::chrono::milliseconds limit);
 
+// Meets the members of a group that has a store already, `self` being one of them. All ranks must call equally often, one after the
+// other: each meeting has keys of its own.
+Meeting meet_at(const c10::intrusive_ptr<c10d::Store>& store, const Member& self, std::chrono::milliseconds limit);
+
 }  // namespace fsdp::comm

@@ -18,6 +18,10 @@ class SingleProcess final : public Collectives {
   int world_size() const override { return 1; }
   const std::string& backend() const override { return backend_; }
   void close() noexcept override { closed_ = true; }
+  std::shared_ptr<Collectives> split(int color, int /*key*/) override {
+    check_open();
+    return color < 0 ? nullptr : make_single_process();
+  }
 
  protected:
   std::unique_ptr<Work> start(const Request& request) override {

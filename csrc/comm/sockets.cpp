@@ -36,6 +36,17 @@ std::string numeric(const sockaddr* address, socklen_t length) {
   return text;
 }
 
+struct LocalEnd {
+  explicit LocalEnd(const Socket& socket) {
+    const int error = getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&storage), &length);
+    TORCH_CHECK(error == 0, "a socket without a local address");
+  }
+  const sockaddr* address() const { return reinterpret_cast<const sockaddr*>(&storage); }
+
+  sockaddr_storage storage{};
+  socklen_t length = sizeof storage;
+};
+
 }  // namespace
 
 Socket& Socket::operator=(Socket&& other) noexcept {
@@ -84,11 +95,14 @@ Attempt connect_to(const std::string& address, uint16_t port, std::chrono::milli
 }
 
 std::string local_address(const Socket& socket) {
-  sockaddr_storage address{};
-  socklen_t length = sizeof address;
-  const int error = getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&address), &length);
-  TORCH_CHECK(error == 0, "a connection without a local address");
-  return numeric(reinterpret_cast<const sockaddr*>(&address), length);
+  const LocalEnd end(socket);
+  return numeric(end.address(), end.length);
+}
+
+uint16_t local_port(const Socket& socket) {
+  const LocalEnd end(socket);
+  // The port lies at the same place in both families of addresses.
+  return ntohs(reinterpret_cast<const sockaddr_in*>(&end.storage)->sin_port);
 }
 
 }  // namespace fsdp::comm

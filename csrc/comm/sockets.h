@@ -30,14 +30,15 @@ struct Attempt {
   int error = 0;  // errno of the failure
 };
 
-// A socket that listens on this numeric address only. Listening is part of it, not left to c10d: two sockets may be bound to one
-// port as long as neither listens, and of two processes that claim rank 0 one must lose here.
+// A socket that listens on this numeric address only, at a port of the system's choice where `port` is 0. Listening is part of it, not left
+// to c10d: two sockets may be bound to one port as long as neither listens, and of two processes that claim rank 0 one must lose here.
 Attempt listen_on(const std::string& address, uint16_t port);
 
 // Fails with ETIMEDOUT after `limit`.
 Attempt connect_to(const std::string& address, uint16_t port, std::chrono::milliseconds limit);
 
-// The numeric address of this end of a connection.
+// The numeric address and the port of this end of a connection, or of a socket that listens.
 std::string local_address(const Socket& socket);
+uint16_t local_port(const Socket& socket);
 
 }  // namespace fsdp::comm

@@ -302,7 +302,7 @@ TEST_CASE("one process needs no variables, and communicates nothing", "[comm][qu
 
 TEST_CASE("options that make no sense are refused by name", "[comm][quick]") {
   CHECK_THAT(error_of([] { fsdp::init_process_group({.backend = "mpi"}); }),
-             ContainsSubstring("'mpi'") && ContainsSubstring("'auto' and 'gloo'"));
+             ContainsSubstring("'mpi'") && ContainsSubstring("'auto', 'gloo' and 'nccl'"));
   CHECK_THAT(error_of([] { fsdp::init_process_group({.timeout = 0s}); }), ContainsSubstring("timeout must be positive"));
 }
 

@@ -1,6 +1,5 @@
 // Ranks that cannot form a group: who finds out, when, and what they are told.
 #include "comm/handshake.h"
-#include "comm/gloo.h"
 #include "comm/rendezvous.h"
 #include "support/environment_scope.h"
 #include "support/ranks.h"

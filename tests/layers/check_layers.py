@@ -108,8 +108,8 @@ def self_check(root):
         ("in angle brackets", {"csrc/comm/a.cpp": "#include <runtime/b.h>\n", "csrc/runtime/b.h": ""}, "comm/a.cpp includes runtime/b.h"),
         ("around a corner", {"csrc/comm/a.cpp": '#include "../runtime/b.h"\n', "csrc/runtime/b.h": ""}, "comm/a.cpp includes ../runtime/b.h"),
         ("tensors in layout", {"csrc/layout/a.cpp": "#  include <ATen/core/Tensor.h>\n"}, "must not include ATen/"),
-        ("gloo elsewhere", {"csrc/comm/a.cpp": "#include <gloo/context.h>\n"}, "belongs to comm/gloo.cpp only"),
-        ("gloo at home", {"csrc/comm/gloo.cpp": "#include <gloo/context.h>\n"}, None),
+        ("gloo elsewhere", {"csrc/comm/a.cpp": "#include <gloo/context.h>\n"}, "belongs to comm/gloo_backend.cpp only"),
+        ("gloo at home", {"csrc/comm/gloo_backend.cpp": "#include <gloo/context.h>\n"}, None),
         ("a folder without a row", {"csrc/cellar/a.cpp": ""}, "csrc/cellar: no row"),
         ("an internal header in a public one", {"include/fsdp/x.h": "#include <comm/b.h>\n", "csrc/comm/b.h": ""}, "fsdp/x.h includes comm/b.h"),
     ]

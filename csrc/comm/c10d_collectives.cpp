@@ -1,19 +1,21 @@
-// The one file that sees Gloo's headers (the LibTorch wheel lacks them). No type of Gloo's own is derived from or called: those
-// headers need not be of the version that LibTorch was built with.
-#include "comm/gloo.h"
+#include "comm/c10d_collectives.h"
 
 #include "comm/bounded_thread.h"
 #include "comm/failure_watch.h"
+#include "comm/sockets.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include <algorithm>
 #include <condition_variable>
+#include <cstring>
 #include <mutex>
+#include <sstream>
 #include <utility>
+#include <vector>
 
 namespace fsdp::comm {
 
@@ -21,7 +23,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
-using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr milliseconds kSlice{20};
@@ -61,10 +63,10 @@ class Completion {
   const std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
-class GlooWork final : public Work {
+class C10dWork final : public Work {
  public:
   // `finish` runs once the operation is over.
-  GlooWork(WorkPtr work, std::shared_ptr<FailureWatch> watch, milliseconds timeout, std::function<void()> finish)
+  C10dWork(WorkPtr work, std::shared_ptr<FailureWatch> watch, milliseconds timeout, std::function<void()> finish)
       : work_(std::move(work)), watch_(std::move(watch)), timeout_(timeout), finish_(std::move(finish)), completion_(*work_) {}
 
   void wait() override {
@@ -95,7 +97,8 @@ class Done final : public Work {
   void wait() override {}
 };
 
-bool gloo_sums(at::ScalarType type) {
+// By Gloo, and NCCL knows more of the same width.
+bool is_summed(at::ScalarType type) {
   switch (type) {
     case at::kFloat:
     case at::kDouble:
@@ -111,27 +114,106 @@ bool gloo_sums(at::ScalarType type) {
   }
 }
 
-class Gloo final : public Collectives {
- public:
-  Gloo(Meeting meeting, milliseconds timeout, milliseconds connect_limit)
-      : rank_(meeting.rank),
-        world_size_(static_cast<int>(meeting.members.size())),
-        timeout_(timeout),
-        hosted_(std::move(meeting.hosted)),
-        watch_(std::make_shared<FailureWatch>(std::move(meeting.board), std::move(meeting.members), rank_)) {
-    connect(meeting.address, connect_limit);
+// Rank r of a part is rank former[r] of the group that is split.
+std::vector<Member> members_of_part(const std::vector<Member>& members, const std::vector<int>& former) {
+  std::vector<Member> part;
+  for (const int rank : former) {
+    Member member = members[rank];
+    // Of several splits, the first: that is the number which the launcher's output shows.
+    if (member.origin.empty()) member.origin = c10::str("rank ", rank, " of ", members.size());
+    member.rank = static_cast<int>(part.size());
+    member.world_size = static_cast<int>(former.size());
+    part.push_back(std::move(member));
   }
+  return part;
+}
 
-  ~Gloo() override { close(); }
+class C10dCollectives final : public Collectives {
+ public:
+  // To be connected with connect().
+  C10dCollectives(Meeting meeting, MakeBackend make, milliseconds timeout, std::string name)
+      : rank_(meeting.rank),
+        members_(meeting.members),
+        address_(std::move(meeting.address)),
+        name_(std::move(name)),
+        timeout_(timeout),
+        make_(std::move(make)),
+        hosted_(std::move(meeting.hosted)),
+        watch_(std::make_shared<FailureWatch>(std::move(meeting.board), std::move(meeting.members), rank_)) {}
+
+  ~C10dCollectives() override { close(); }
 
   int rank() const override { return rank_; }
-  int world_size() const override { return world_size_; }
+  int world_size() const override { return static_cast<int>(members_.size()); }
   const std::string& backend() const override { return backend_; }
+
+  std::string title() const override {
+    if (name_.empty()) return Collectives::title();
+    return c10::str(Collectives::title(), " in group '", name_, "' (", members_[rank_].origin, " before the split)");
+  }
 
   void close() noexcept override {
     let_go();
     watch_->stop();
     hosted_.reset();
+  }
+
+  std::shared_ptr<Collectives> split(int color, int key) override {
+    TORCH_CHECK(make_, title(), ": a group that was taken over cannot be split; split its backend, and take over the parts");
+    const std::vector<int> former = ranks_of_color(exchange("split", c10::str(color, " ", key)), color);
+    const bool alone = former.size() == 1, leads = former.size() > 1 && former[0] == rank_;
+    // A store of its own for each part, served by its rank 0: it lives as long as the part, whatever becomes of the others.
+    Attempt listening;
+    if (leads) listening = listen_on(address_, 0);
+    const auto places = exchange("split, stores", !leads                 ? ""
+                                                  : listening.error != 0 ? c10::str("0 ", std::strerror(listening.error))
+                                                                         : c10::str(local_port(listening.socket), " ", address_));
+    if (color < 0) return nullptr;
+    if (alone) return make_single_process();
+    std::istringstream place(places[former[0]]);
+    uint16_t port = 0;
+    std::string where;
+    std::getline(place >> port >> std::ws, where);
+    TORCH_CHECK(port != 0, title(), ": split: rank ", former[0], " cannot serve a store for color ", color, ": ", where);
+
+    Meeting part;
+    if (leads) part.hosted = host_store(where, port, listening.socket.release());
+    part.board = std::make_unique<Board>(where, port, "fsdp/", Board::kPatience);
+    part.members = members_of_part(members_, former);
+    part.rank = static_cast<int>(std::find(former.begin(), former.end(), rank_) - former.begin());
+    part.address = address_;
+    const std::string name = c10::str(name_, name_.empty() ? "" : " / ", "color ", color);
+    auto made = std::make_shared<C10dCollectives>(std::move(part), make_, timeout_, name);
+    made->connect(timeout_);
+    return made;
+  }
+
+  void connect(milliseconds limit) {
+    BoundedThread thread;
+    auto made = thread.start(
+        [make = make_, watch = watch_, rank = rank_, world_size = world_size(), address = address_, limit, timeout = timeout_] {
+          return make({watch->board().connection("backend/"), rank, world_size, address, limit, timeout});
+        });
+    const auto started = Clock::now();
+    try {
+      while (made.wait_for(kSlice) != std::future_status::ready) {
+        watch_->look();
+        // Who contradicts this group may have come between the handshake and here; the others then never connect.
+        watch_->look_while_young();
+        watch_->look_for_members();
+        TORCH_CHECK(Clock::now() - started < limit, "not connected within ", limit.count() / 1000.0, " s");
+      }
+      take(made.get());
+    } catch (const std::exception& error) {
+      const std::string text = c10::str(title(), ": connecting to the other ranks failed: ", reason_of(error), watch_->explain());
+      watch_->report(text);
+      TORCH_CHECK(false, text);
+    }
+  }
+
+  void take(BackendPtr group) {
+    group_ = std::move(group);
+    backend_ = group_->getBackendName();
   }
 
  protected:
@@ -165,7 +247,7 @@ class Gloo final : public Collectives {
     with_board([&](Board& board) { board.set(key(exchanges_, rank_), message); });
     work(group_->barrier())->wait();
     std::vector<std::string> keys, texts;
-    for (int other = 0; other < world_size_; ++other) keys.push_back(key(exchanges_, other));
+    for (int other = 0; other < world_size(); ++other) keys.push_back(key(exchanges_, other));
     with_board([&](Board& board) {
       texts = board.read_all(keys);
       // Everybody has passed the barrier of this exchange, so has read the one before.
@@ -182,31 +264,18 @@ class Gloo final : public Collectives {
   }
 
  private:
-  void connect(const std::string& address, milliseconds limit) {
-    BoundedThread thread;
-    auto made = thread.start([watch = watch_, address, limit, rank = rank_, world_size = world_size_, timeout = timeout_] {
-      auto options = c10d::ProcessGroupGloo::Options::create(limit);
-      options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(address));
-      auto group = c10::make_intrusive<c10d::ProcessGroupGloo>(watch->board().connection("gloo/"), rank, world_size, std::move(options));
-      group->setTimeout(timeout);
-      return group;
-    });
-    const auto started = Clock::now();
-    try {
-      while (made.wait_for(kSlice) != std::future_status::ready) {
-        watch_->look();
-        // Who contradicts this group may have come between the handshake and here; the others then never connect.
-        watch_->look_while_young();
-        watch_->look_for_members();
-        TORCH_CHECK(Clock::now() - started < limit, "not connected within ", limit.count() / 1000.0, " s");
-      }
-      group_ = made.get();
-    } catch (const std::exception& error) {
-      const std::string text =
-          c10::str("rank ", rank_, " of ", world_size_, ": connecting to the other ranks failed: ", reason_of(error), watch_->explain());
-      watch_->report(text);
-      TORCH_CHECK(false, text);
+  static std::vector<int> ranks_of_color(const std::vector<std::string>& wishes, int color) {
+    std::vector<std::pair<int, int>> found;  // key and rank
+    for (size_t rank = 0; rank < wishes.size(); ++rank) {
+      std::istringstream wish(wishes[rank]);
+      int its_color = 0, its_key = 0;
+      wish >> its_color >> its_key;
+      if (its_color == color && color >= 0) found.emplace_back(its_key, static_cast<int>(rank));
     }
+    std::sort(found.begin(), found.end());
+    std::vector<int> ranks;
+    for (const auto& [key, rank] : found) ranks.push_back(rank);
+    return ranks;
   }
 
   template <class Use>
@@ -219,7 +288,7 @@ class Gloo final : public Collectives {
   }
 
   std::unique_ptr<Work> work(WorkPtr operation, std::function<void()> finish = nullptr) {
-    return std::make_unique<GlooWork>(std::move(operation), watch_, timeout_, std::move(finish));
+    return std::make_unique<C10dWork>(std::move(operation), watch_, timeout_, std::move(finish));
   }
 
   // Bytes, where nothing is computed: that serves every dtype.
@@ -237,11 +306,15 @@ class Gloo final : public Collectives {
 
   WorkPtr all_reduce(const at::Tensor& tensor) {
     std::vector<at::Tensor> tensors{tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor};
-    TORCH_CHECK(gloo_sums(tensors[0].scalar_type()), "Gloo cannot add up tensors of ", tensor.scalar_type());
+    TORCH_CHECK(is_summed(tensors[0].scalar_type()), "the backend '", backend_, "' cannot add up tensors of ", tensor.scalar_type());
     return group_->allreduce(tensors);
   }
 
   std::unique_ptr<Work> reduce_scatter(const at::Tensor& output, const at::Tensor& input) {
+    if (backend_ != "gloo") {
+      at::Tensor to = output, from = input;
+      return work(group_->_reduce_scatter_base(to, from));
+    }
     return work(all_reduce(input), [output = output, block = input.narrow(0, rank_ * output.numel(), output.numel())]() mutable {
       const at::NoGradGuard no_grad;
       if (output.data_ptr() != block.data_ptr()) output.copy_(block);
@@ -261,19 +334,30 @@ class Gloo final : public Collectives {
   }
 
   const int rank_;
-  const int world_size_;
-  const std::string backend_ = "gloo";
+  const std::vector<Member> members_;  // in rank order
+  const std::string address_;          // of this process; empty where the backend was taken over
+  const std::string name_;             // of a part; empty for the whole
+  std::string backend_;
   const milliseconds timeout_;
+  const MakeBackend make_;  // empty where the backend was taken over
   std::shared_ptr<HostedStore> hosted_;
   const std::shared_ptr<FailureWatch> watch_;
-  GroupPtr group_;  // null once closed or failed
+  BackendPtr group_;  // null once closed or failed
   int64_t exchanges_ = 0;
 };
 
 }  // namespace
 
-std::shared_ptr<Collectives> make_gloo(Meeting meeting, milliseconds timeout, milliseconds connect_limit) {
-  return std::make_shared<Gloo>(std::move(meeting), timeout, connect_limit);
+std::shared_ptr<Collectives> connect_members(Meeting meeting, MakeBackend make, milliseconds timeout, milliseconds connect_limit) {
+  auto made = std::make_shared<C10dCollectives>(std::move(meeting), std::move(make), timeout, "");
+  made->connect(connect_limit);
+  return made;
+}
+
+std::shared_ptr<Collectives> take_over_backend(Meeting meeting, BackendPtr backend, milliseconds timeout) {
+  auto made = std::make_shared<C10dCollectives>(std::move(meeting), nullptr, timeout, "");
+  made->take(std::move(backend));
+  return made;
 }
 
 }  // namespace fsdp::comm
