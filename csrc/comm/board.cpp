@@ -3,8 +3,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include <algorithm>
-
 namespace fsdp::comm {
 
 namespace {
@@ -71,7 +69,7 @@ Board::Board(c10::intrusive_ptr<c10d::Store> store, std::string prefix)
 
 Board::Board(std::string what, Connect connect, std::string prefix, std::chrono::milliseconds connect_limit)
     : what_(std::move(what)), connect_(std::move(connect)), prefix_(std::move(prefix)), connection_(std::make_shared<Connection>()) {
-  thread_.run(std::max(connect_limit, kAnswer), what_, [connection = connection_, prefix = prefix_, connect = connect_, connect_limit] {
+  thread_.run(connect_limit + kAnswer, what_, [connection = connection_, prefix = prefix_, connect = connect_, connect_limit] {
     connection->store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect(connect_limit));
   });
 }

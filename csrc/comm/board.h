@@ -39,7 +39,7 @@ class Board {
   // c10d tries again and again, with pauses, while it is refused. For those who only know that somebody listens, and try again themselves.
   static constexpr std::chrono::milliseconds kImpatience{1000};
 
-  // Connects to the store at this numeric address. All keys get `prefix`.
+  // Connects to the store at this numeric address, within `connect_limit` and kAnswer at most. All keys get `prefix`.
   Board(const std::string& address, uint16_t port, std::string prefix, std::chrono::milliseconds connect_limit = kImpatience);
   // On somebody's store, of which it uses a clone.
   Board(c10::intrusive_ptr<c10d::Store> store, std::string prefix);

@@ -8,9 +8,12 @@
 
 namespace fsdp::comm {
 
+// The file that holds it, of this version.
+extern const char* const kNcclLibrary;
+
 // Loads the library. Throws c10::Error naming the device, and what was found, where it cannot be loaded or the device is not there.
 // REQUIRES: a CUDA device with an index.
-MakeBackend nccl_on(c10::Device device);
+MakeBackend nccl_on(c10::Device device, const std::string& file = kNcclLibrary);
 
 // What libfsdp_nccl offers, under the one name that it exports.
 struct NcclLibrary {

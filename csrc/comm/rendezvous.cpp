@@ -23,6 +23,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kPoll{20};
 constexpr milliseconds kConnect{1000};
 constexpr milliseconds kBeforeStandingIn{1000};
+constexpr milliseconds kSlowNaming{500};
 // Who refuses to talk for so long is not a store that is about to end, but something else.
 constexpr milliseconds kStranger{3000};
 
@@ -124,14 +125,28 @@ class Search {
     attempt.socket = Socket();  // it only showed that somebody listens, which c10d would find out noisily
     const auto asked = Clock::now();
     try {
-      meeting.board = std::make_unique<Board>(address, port, prefix());
+      meeting.board = std::make_unique<Board>(address, port, prefix(), connect_limit_);
     } catch (const c10::Error& error) {
       last_failure_ = error.what_without_backtrace();
-      if (since(asked) >= Board::kAnswer) stranger_since_ = asked - kStranger;  // it had its time
+      if (since(asked) >= Board::kImpatience && connect_limit_ < Board::kPatience && naming_is_slow(address)) {
+        connect_limit_ = Board::kPatience;
+        return std::nullopt;
+      }
+      if (since(asked) >= connect_limit_ + Board::kAnswer) stranger_since_ = asked - kStranger;  // it had its time
       fail_if_stranger();
       return std::nullopt;
     }
     return meeting;
+  }
+
+  // Was it the resolver that took the time? On hosts whose resolver is out of reach it takes ten seconds, every time.
+  static bool naming_is_slow(const std::string& address) {
+    const auto asked = Clock::now();
+    try {
+      BoundedThread().run(Board::kPatience, "the name resolver", [address] { look_up_name(address); });
+    } catch (const c10::Error&) {
+    }
+    return since(asked) >= kSlowNaming;
   }
 
   void fail_if_stranger() {
@@ -168,6 +183,7 @@ class Search {
   std::vector<std::string> addresses_;
   std::string last_failure_ = "nobody was found";
   bool taken_ = false;
+  milliseconds connect_limit_ = Board::kImpatience;
   std::optional<Clock::time_point> stranger_since_;
 };
 

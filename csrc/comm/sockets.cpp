@@ -67,6 +67,17 @@ std::vector<std::string> resolve(const std::string& host) {
   return result;
 }
 
+void look_up_name(const std::string& address) {
+  addrinfo hints{};
+  hints.ai_family = AF_INET6;
+  hints.ai_flags = AI_NUMERICHOST | AI_V4MAPPED | AI_ALL;
+  addrinfo* list = nullptr;
+  if (getaddrinfo(address.c_str(), nullptr, &hints, &list) != 0) return;
+  const AddressList owned(list, freeaddrinfo);
+  char text[NI_MAXHOST];
+  getnameinfo(list->ai_addr, list->ai_addrlen, text, sizeof text, nullptr, 0, 0);
+}
+
 Attempt listen_on(const std::string& address, uint16_t port) {
   const AddressList list = look_up(address, std::to_string(port), AI_NUMERICHOST | AI_NUMERICSERV);
   Socket socket(::socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));

@@ -25,6 +25,10 @@ class Socket {
 // The numeric addresses that a host name stands for, in the resolver's order. Throws c10::Error. May block as long as the resolver does.
 std::vector<std::string> resolve(const std::string& host);
 
+// Asks the resolver for the name of a numeric address, as c10d does before it connects there: of an IPv4 address in IPv6 form. Blocks as
+// long as the resolver does; whether there is a name does not matter.
+void look_up_name(const std::string& address);
+
 struct Attempt {
   Socket socket;  // fd() < 0: failed
   int error = 0;  // errno of the failure

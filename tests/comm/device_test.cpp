@@ -1,5 +1,6 @@
 // Groups for CUDA devices, as far as a machine without one can tell; and that a program on CPU pays nothing for them.
 #include "comm/collectives.h"
+#include "comm/nccl.h"
 #include "support/environment_scope.h"
 #include "support/ranks.h"
 
@@ -53,6 +54,7 @@ RANK_BODY("loads CUDA when it is asked for") {
   throw std::runtime_error(error);
 }
 
+#if FSDP_HAS_NCCL
 TEST_CASE("CUDA is loaded only when it is asked for, and one error says that there is none", "[comm]") {
   if (driver_is_here()) WARN("there is a CUDA driver here: the error of a machine without one is not seen");
   const auto results = fsdp::testing::run_in_own_processes(2, "loads CUDA when it is asked for", 60s, {{kWithoutGroup, "1"}});
@@ -65,6 +67,20 @@ TEST_CASE("CUDA is loaded only when it is asked for, and one error says that the
     CHECK_THAT(result.message, ContainsSubstring("device cuda:" + std::to_string(result.rank) + " (backend nccl), which is not there"));
     CHECK_THAT(result.message, ContainsSubstring("this process sees no CUDA device"));
   }
+}
+
+#else
+TEST_CASE("no NCCL group was built: asking for a CUDA device is an error that says so", "[comm][quick]") {
+  CHECK_THAT(error_of([] { fsdp::init_process_group({.device = c10::Device(c10::kCUDA, 0)}); }),
+             ContainsSubstring("device cuda:0 (backend nccl), which needs libfsdp_nccl.so"));
+}
+#endif
+
+TEST_CASE("a library that is not there, or is another, is named", "[comm][quick]") {
+  const auto error = [](const char* file) { return error_of([&] { fsdp::comm::nccl_on(c10::Device(c10::kCUDA, 0), file); }); };
+  CHECK_THAT(error("libfsdp_nowhere.so"), ContainsSubstring("device cuda:0 (backend nccl), which needs libfsdp_nowhere.so") &&
+                                              ContainsSubstring("cannot be loaded: libfsdp_nowhere.so: cannot open shared object file"));
+  CHECK_THAT(error("libc.so.6"), ContainsSubstring("which needs libfsdp's libc.so.6; the one that was found is another library"));
 }
 
 TEST_CASE("devices and backends that do not belong together are refused", "[comm][quick]") {

@@ -88,7 +88,7 @@ void check_taken(int port) {
     CHECK(result.exit_code == 1);
     CHECK_THAT(result.message, ContainsSubstring("port " + std::to_string(port) + " is taken by another program"));
     CHECK_THAT(result.message, ContainsSubstring("MASTER_PORT=" + std::to_string(port)));
-    CHECK(result.seconds < 10);
+    CHECK(result.seconds < 15);
   }
 }
 
