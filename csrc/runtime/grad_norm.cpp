@@ -7,43 +7,94 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+#include <cmath>
+
 #include "runtime/access_key.h"
+#include "runtime/registry.h"
 
 namespace fsdp {
 
 namespace {
 
-// One process: LibTorch's own arithmetic, so that the result is that of the plain run to the last bit.
-at::Tensor local_norm(const std::vector<at::Tensor>& gradients) {
-  std::vector<at::Tensor> norms;
-  for (const auto& gradient : gradients) norms.push_back(gradient.norm());
-  return norms.size() == 1 ? norms.front() : at::stack(norms).norm();
+std::vector<at::Tensor> defined_gradients(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> gradients;
+  for (const auto& parameter : parameters)
+    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+  return gradients;
 }
 
-// Squares are summed in double, so that the result hardly depends on how the elements are spread over the ranks.
-at::Tensor global_norm(const std::vector<at::Tensor>& gradients, CountedCollectives& collectives) {
-  auto sum = at::zeros({1}, at::kDouble);
-  for (const auto& gradient : gradients) sum.add_(at::linalg_vector_norm(gradient, 2, c10::nullopt, false, at::kDouble).square());
-  collectives.all_reduce(sum, "clip_grad_norm_").wait();
-  return sum.sqrt_().squeeze();
+bool is_reduced(const at::Tensor& tensor) { return c10::isReducedFloatingType(tensor.scalar_type()); }
+
+// LibTorch's own arithmetic, so that one process gives the result of the plain run to the last bit.
+at::Tensor plain_norm(const std::vector<at::Tensor>& gradients, double norm_type) {
+  const bool largest = std::isinf(norm_type);
+  std::vector<at::Tensor> norms;
+  for (const auto& gradient : gradients) {
+    if (!largest)
+      norms.push_back(gradient.norm(norm_type));
+    else if (gradient.numel())
+      norms.push_back(gradient.abs().max());  // of no elements LibTorch knows no largest
+  }
+  if (norms.empty()) return at::zeros({});
+  if (norms.size() == 1) return norms.front();
+  return largest ? at::stack(norms).max() : at::stack(norms).norm(norm_type);
+}
+
+bool has_plain_norm(const std::vector<at::Tensor>& gradients) {
+  return std::all_of(gradients.begin(), gradients.end(), [&](const at::Tensor& gradient) {
+    return gradient.scalar_type() == gradients.front().scalar_type() && !is_reduced(gradient);
+  });
+}
+
+// In double, so that the result hardly depends on how the elements are spread over the ranks, nor on their dtype. Parts without elements
+// add nothing.
+at::Tensor wide_norm(const std::vector<at::Tensor>& parts, double norm_type) {
+  std::vector<at::Tensor> norms;
+  for (const auto& part : parts)
+    if (part.numel())
+      norms.push_back(at::linalg_vector_norm(part, norm_type, c10::nullopt, false, part.is_complex() ? at::kComplexDouble : at::kDouble));
+  return norms.empty() ? at::zeros({}, at::kDouble) : at::linalg_vector_norm(at::stack(norms), norm_type);
+}
+
+// Each rank's norm has a place of its own in what is summed. So the largest of all ranks comes by the same collective as their sum, and
+// all ranks combine the same numbers in the same order.
+at::Tensor global_norm(const std::vector<at::Tensor>& gradients, double norm_type, CountedCollectives& collectives) {
+  // Every gradient here is this rank's part of one. One that is whole on every rank would belong into rank 0's norm only.
+  auto by_rank = at::zeros({collectives.world_size()}, at::kDouble);
+  by_rank[collectives.rank()] = wide_norm(gradients, norm_type);
+  collectives.all_reduce(by_rank, "clip_grad_norm_").wait();
+  return at::linalg_vector_norm(by_rank, norm_type);
 }
 
 }  // namespace
 
-ClipResult clip_gradients(ShardedModel& model, const std::vector<at::Tensor>& parameters, double max_norm) {
+ClipResult clip_gradients(ShardedModel& model, const std::vector<at::Tensor>& parameters, double max_norm, double norm_type) {
   TORCH_CHECK(max_norm >= 0, "clip_grad_norm_: max_norm must be at least 0, got ", max_norm);  // NaN is not
+  TORCH_CHECK(norm_type > 0, "clip_grad_norm_: norm_type must be above 0 (1, 2, any p, or infinity for the largest), got ", norm_type);
   c10::AutoGradMode no_grad(false);
   WithoutAccessHook no_hook;
-  std::vector<at::Tensor> gradients;
-  for (const auto& parameter : parameters)
-    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
-  // .grad is defined on all ranks or on none, so all ranks return here alike.
-  if (gradients.empty()) return {};
-
-  const auto norm = model.world_size() == 1 ? local_norm(gradients) : global_norm(gradients, model.collectives());
+  const auto gradients = defined_gradients(parameters);
+  const bool alone = model.world_size() == 1;
+  const auto norm = !alone                      ? global_norm(gradients, norm_type, model.collectives())
+                    : has_plain_norm(gradients) ? plain_norm(gradients, norm_type)
+                                                : wide_norm(gradients, norm_type);
   const auto coefficient = at::clamp_max(max_norm / (norm + 1e-6), 1.0);
-  for (auto& gradient : gradients) gradient.mul_(coefficient.to(gradient.scalar_type()));
-  return {norm.item<double>(), coefficient.item<double>()};
+  const ClipResult result{norm.item<double>(), coefficient.item<double>()};
+  if (result.coefficient == 1) return result;
+  for (const auto& gradient : gradients) gradient.mul_(coefficient.to(is_reduced(gradient) ? at::kFloat : gradient.scalar_type()));
+  return result;
+}
+
+void clip_gradient_values(const ShardedModel& model, const std::vector<at::Tensor>& parameters, double clip_value) {
+  TORCH_CHECK(clip_value >= 0, "clip_grad_value_: clip_value must be at least 0, got ", clip_value);
+  c10::AutoGradMode no_grad(false);
+  WithoutAccessHook no_hook;
+  for (const auto& parameter : parameters)
+    TORCH_CHECK(!parameter.grad().defined() || !parameter.is_complex(), "rank ", model.rank(), ": clip_grad_value_: parameter '",
+                registry::find(parameter)->parameter->name,
+                "' is complex, and complex numbers have no order. Use clip_grad_norm_, or register its real and imaginary parts");
+  for (const auto& gradient : defined_gradients(parameters)) gradient.clamp_(-clip_value, clip_value);
 }
 
 }  // namespace fsdp

@@ -47,7 +47,10 @@ void FullyShardedBase::unwrap_parameters() {
   model_.reset();
 }
 
-ClipResult FullyShardedBase::clip_grad_norm_(double max_norm) { return clip_gradients(*model(), parameters(), max_norm); }
+ClipResult FullyShardedBase::clip_grad_norm_(double max_norm, double norm_type) {
+  return clip_gradients(*model(), parameters(), max_norm, norm_type);
+}
+void FullyShardedBase::clip_grad_value_(double clip_value) { clip_gradient_values(*model(), parameters(), clip_value); }
 FullParameters FullyShardedBase::summon_full_params(const SummonOptions& options) { return FullParameters(model_to_run(), options); }
 const Plan& FullyShardedBase::plan() const { return model()->plan(); }
 Stats FullyShardedBase::stats() const { return model()->stats(); }

@@ -90,10 +90,19 @@ class FSDP_API FullyShardedBase : public torch::nn::Module {
   FullyShardedBase& operator=(FullyShardedBase&&) = default;
   ~FullyShardedBase() override;  ///< not collective; the module's parameters stay slices
 
-  /// Scales all gradients so that their common 2-norm is at most `max_norm`; one all-reduce. All ranks must call, after backward. Every
-  /// element counts once. The coefficient is min(1, max_norm / (norm + 1e-6)), as in torch::nn::utils::clip_grad_norm_. A norm that
-  /// is not finite turns the gradients into NaN on all ranks alike.
-  ClipResult clip_grad_norm_(double max_norm);
+  /// Scales all gradients so that their common norm, the `norm_type`-norm over all elements of all ranks, is at most `max_norm`; one
+  /// all-reduce. norm_type: above 0, infinity for the largest element. All ranks must call, after backward, also those without gradients.
+  /// Every element counts once, whatever its dtype; over ranks the norm is computed in double. The coefficient is
+  /// min(1, max_norm / (norm + 1e-6)), as in torch::nn::utils::clip_grad_norm_.
+  ///
+  /// A norm that is not finite is no error: it is returned, and the gradients are scaled by the coefficient that follows, as LibTorch does:
+  /// 0 for an infinite norm (infinite elements become NaN), NaN for a NaN (all become NaN). That is the same on all ranks, so
+  /// `std::isfinite(result.norm)` is a decision that they share.
+  ClipResult clip_grad_norm_(double max_norm, double norm_type = 2.0);
+
+  /// Brings every element of every gradient into [-clip_value, clip_value]; NaN stays NaN. Not collective. Throws, naming the parameter,
+  /// where a complex one has a gradient.
+  void clip_grad_value_(double clip_value);
 
   /// Gathers the whole model, or the units named, for as long as the result lives: parameters have their full shape and can be
   /// read by operators and pointers. All ranks must call. Costs the memory of what is summoned.

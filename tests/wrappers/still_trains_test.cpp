@@ -197,6 +197,16 @@ const std::vector<Misuse> kMisuses{
      {"max_norm must be at least 0, got nan"},
      false,
      backward},
+    {"a norm that is none",
+     [](Model& model, MlpImpl&) { model.clip_grad_norm_(1.0, 0.0); },
+     {"norm_type must be above 0", "got 0"},
+     false,
+     backward},
+    {"a negative bound of values",
+     [](Model& model, MlpImpl&) { model.clip_grad_value_(-0.5); },
+     {"clip_value must be at least 0, got -0.5"},
+     false,
+     backward},
     {"writing slices into a larger tensor",
      [](Model&, MlpImpl& net) {
        torch::NoGradGuard no_grad;
