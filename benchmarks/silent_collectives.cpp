@@ -44,8 +44,8 @@ class Silent final : public fsdp::comm::Collectives {
     return std::make_unique<Done>();
   }
 
-  std::vector<std::string> exchange_texts(const std::string& message) override {
-    return std::vector<std::string>(static_cast<size_t>(world_size_), message);
+  std::vector<std::string> exchange_texts(const std::string&, const std::string& text) override {
+    return std::vector<std::string>(static_cast<size_t>(world_size_), text);
   }
 
  private:

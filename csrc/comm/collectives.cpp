@@ -24,6 +24,14 @@ std::string describe(const std::string& operation, const std::string& purpose) {
 
 std::string describe(const Request& request) { return describe(to_string(request.operation), request.purpose); }
 
+// What ranks must have in common for the operation to be one.
+std::string identity(const Request& request) {
+  std::string text = describe(request);
+  if (request.operation == Operation::BROADCAST) text += c10::str(" from rank ", request.root);
+  if (request.output.defined()) text += c10::str(", ", request.output.numel(), " elements of ", request.output.scalar_type());
+  return text;
+}
+
 std::string seconds_since(Clock::time_point started) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3f s", std::chrono::duration<double>(Clock::now() - started).count());
@@ -48,16 +56,6 @@ void check_pair(const at::Tensor& whole, const char* whole_name, const at::Tenso
               block.numel(), " elements of `", block_name, "`, but has ", whole.numel(), " on rank ", rank);
 }
 
-// A text travels as "<length of topic>:<topic><text>".
-std::string with_topic(const std::string& topic, const std::string& text) { return std::to_string(topic.size()) + ":" + topic + text; }
-
-std::pair<std::string, std::string> split_topic(const std::string& message) {
-  const size_t colon = message.find(':');
-  TORCH_INTERNAL_ASSERT(colon != std::string::npos, "a text without topic: ", message);
-  const size_t length = std::stoull(message.substr(0, colon));
-  return {message.substr(colon + 1, length), message.substr(colon + 1 + length)};
-}
-
 std::string reason_of(const std::exception& error) {
   const auto* named = dynamic_cast<const c10::Error*>(&error);
   return named ? named->what_without_backtrace() : error.what();
@@ -80,8 +78,6 @@ const char* to_string(Operation operation) {
   }
   return "unknown operation";
 }
-
-std::string Collectives::topic_of(const std::string& message) { return split_topic(message).first; }
 
 std::string Collectives::title() const { return c10::str("rank ", rank(), " of ", world_size()); }
 
@@ -115,7 +111,10 @@ Pending Collectives::launch(Request request) {
   Pending pending;
   pending.started_ = Clock::now();
   pending.request_ = std::move(request);
-  pending.work_ = guarded(describe(pending.request_), pending.started_, [&] { return start(pending.request_); });
+  pending.work_ = guarded(describe(pending.request_), pending.started_, [&] {
+    agree(identity(pending.request_));
+    return start(pending.request_);
+  });
   pending.group_ = shared_from_this();
   return pending;
 }
@@ -157,14 +156,9 @@ void Collectives::barrier() { launch({.operation = Operation::BARRIER, .output =
 std::vector<std::string> Collectives::exchange(const std::string& topic, const std::string& text) {
   const auto started = Clock::now();
   return guarded(describe("exchange", topic), started, [&] {
-    std::vector<std::string> texts = exchange_texts(with_topic(topic, text));
+    agree(describe("exchange", topic));
+    std::vector<std::string> texts = exchange_texts(topic, text);
     TORCH_INTERNAL_ASSERT(texts.size() == static_cast<size_t>(world_size()), "an exchange with ", texts.size(), " texts");
-    for (int other = 0; other < world_size(); ++other) {
-      auto [other_topic, other_text] = split_topic(texts[other]);
-      TORCH_CHECK(other_topic == topic, "ranks are at different points: rank ", other, " exchanges '", other_topic, "', rank ", rank(),
-                  " exchanges '", topic, "'");
-      texts[other] = std::move(other_text);
-    }
     return texts;
   });
 }

@@ -1,14 +1,19 @@
 // The collectives seam: everything that a rank says to another rank passes here.
 //
 // Vocabulary: N = world size, n = elements per rank. Tensors are contiguous, 1-D, on the group's device, and have the same size and
-// dtype on all ranks (Gloo ends the process otherwise, so callers derive sizes from the agreed plan only). Every member except
-// rank(), world_size(), backend() and close() must be called by all ranks, in the same order.
+// dtype on all ranks. Every member except rank(), world_size(), backend() and close() must be called by all ranks, in the same order.
+// Ranks that are about to do different things get an error that says what each is about to do, before anything is begun (design note:
+// docs/design/agreement.md).
 //
-// Errors are c10::Error. A wrong argument throws before anything is sent and leaves the group as it was; where only some ranks make
-// that mistake, the others wait for them. Every other error names the rank, the operation, the purpose and the time since it was
-// started, and fails the group: a group that failed once stays failed, every later call throws at once and quotes the first error,
-// and the other ranks learn of it while they wait. After a failure a backend may write to the request's tensors for a short while
-// longer (it holds them): their memory must not be taken from under it before the group is destroyed.
+// Errors are c10::Error. A wrong argument throws before anything is sent and leaves the group as it was. Every other error names the rank,
+// the operation, the purpose and the time since it was started, and fails the group: a group that failed once stays failed, every later
+// call throws at once and quotes the first error, and the other ranks learn of it while they wait. After a failure a backend may write to
+// the request's tensors for a short while longer (it holds them): their memory must not be taken from under it before the group is
+// destroyed.
+//
+// Streams: on a device that has them an operation reads and writes after everything that the current stream had been given when it
+// was begun, and what the stream is given after wait() comes after the operation; wait() need not block the host. So a caller that
+// begins an operation when its memory is his, and waits before others use it, has said all that streams and events need to know.
 //
 // Thread safety: one thread at a time.
 #pragma once
@@ -37,7 +42,7 @@ struct Request {
 class Work {
  public:
   virtual ~Work() = default;
-  virtual void wait() = 0;  // blocks until the output is there; throws what the backend throws
+  virtual void wait() = 0;  // returns when the output is there for the current stream; throws what the backend throws
 };
 
 class Collectives;
@@ -70,8 +75,8 @@ class Collectives : public std::enable_shared_from_this<Collectives> {
   // output (N·n) receives rank i's input (n) at [i·n, (i+1)·n). In place: input may be that very block of output.
   Pending all_gather(at::Tensor output, at::Tensor input, std::string purpose);
 
-  // output (n) receives the sum over ranks of their input (N·n), block [rank·n, (rank+1)·n). The input's content is lost:
-  // on Gloo, where an all-reduce takes half the time of a reduce-scatter, it is summed up in place.
+  // output (n) receives the sum over ranks of their input (N·n), block [rank·n, (rank+1)·n), added in rank order.
+  // The input's content is lost.
   // In place: output may be that very block of input.
   Pending reduce_scatter(at::Tensor output, at::Tensor input, std::string purpose);
 
@@ -83,8 +88,7 @@ class Collectives : public std::enable_shared_from_this<Collectives> {
 
   void barrier();
 
-  // Every rank's text, in rank order. Texts may differ in length: this is how ranks find out whether they agree. A rank that
-  // calls with another topic is an error on all ranks that names both topics.
+  // Every rank's text, in rank order. Texts may differ in length: this is how ranks find out whether they agree.
   std::vector<std::string> exchange(const std::string& topic, const std::string& text);
 
   // A new group of the ranks that gave the same color, ordered by key and then by rank; null where this rank's color is negative. It
@@ -94,14 +98,18 @@ class Collectives : public std::enable_shared_from_this<Collectives> {
   // Empty while the group is healthy.
   const std::string& first_error() const { return first_error_; }
 
+  // From now on ranks compare every operation before they begin it, not only unexpected ones. All ranks must call.
+  virtual void check_always() {}
+
   virtual void close() noexcept = 0;
 
  protected:
   // What an implementation provides. `start` must not block for other ranks.
   virtual std::unique_ptr<Work> start(const Request& request) = 0;
-  // Every rank's message, in rank order. Messages carry the topic of their exchange.
-  virtual std::vector<std::string> exchange_texts(const std::string& message) = 0;
-  static std::string topic_of(const std::string& message);
+  // Every rank's text, in rank order. REQUIRES: all ranks exchange texts on this topic, which agree() has seen to.
+  virtual std::vector<std::string> exchange_texts(const std::string& topic, const std::string& text) = 0;
+  // Called before an operation is begun; throws when other ranks are about to begin another one, on them too. May block for the others.
+  virtual void agree(const std::string& /*operation*/) {}
   // Called once, with the first error, before it is thrown: the place to tell the other ranks and to let go of connections.
   virtual void failed(const std::string& /*error*/) noexcept {}
 

@@ -12,7 +12,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const BackendPlace& place) {
   auto options = c10d::ProcessGroupGloo::Options::create(place.connect_limit);
   options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(place.address));
   auto group = c10::make_intrusive<c10d::ProcessGroupGloo>(place.store, place.rank, place.world_size, std::move(options));
-  group->setTimeout(place.timeout);
+  group->setTimeout(place.timeout + std::chrono::seconds(2));  // whoever waits gives up before, and says more
   return group;
 }
 

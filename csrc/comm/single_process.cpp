@@ -34,7 +34,7 @@ class SingleProcess final : public Collectives {
     return std::make_unique<Done>();
   }
 
-  std::vector<std::string> exchange_texts(const std::string& text) override {
+  std::vector<std::string> exchange_texts(const std::string&, const std::string& text) override {
     check_open();
     return {text};
   }

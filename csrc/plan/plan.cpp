@@ -44,9 +44,16 @@ int64_t Plan::shard_bytes() const {
   return sum_over_groups(*this, [](const PlannedGroup& group) { return group.shard_numel * bytes_of(group.dtype); });
 }
 
+int64_t PlannedUnit::unsharded_bytes(int world_size) const {
+  int64_t sum = 0;
+  for (const auto& group : groups) sum += group.shard_numel * world_size * bytes_of(group.compute_dtype);
+  return sum;
+}
+
 int64_t Plan::unsharded_bytes() const {
-  return sum_over_groups(*this,
-                         [this](const PlannedGroup& group) { return group.shard_numel * world_size * bytes_of(group.compute_dtype); });
+  int64_t sum = 0;
+  for (const auto& unit : units) sum += unit.unsharded_bytes(world_size);
+  return sum;
 }
 
 std::string Plan::to_string() const {
@@ -62,8 +69,9 @@ std::string Plan::to_string() const {
                           group.parameters.size(), group.numel(), dtype, human_bytes(group.shard_numel * bytes_of(group.dtype)),
                           100.0 * group.numel() / total);
     }
-  text += fmt::format("{} elements in {} units over {} rank{}: {} of parameters per rank, {} when whole\n", numel(), units.size(),
-                      world_size, world_size == 1 ? "" : "s", human_bytes(shard_bytes()), human_bytes(unsharded_bytes()));
+  text += fmt::format("{} elements in {} units over {} rank{}: {} of parameters per rank, {} when whole{}\n", numel(), units.size(),
+                      world_size, world_size == 1 ? "" : "s", human_bytes(shard_bytes()), human_bytes(unsharded_bytes()),
+                      max_unsharded_bytes ? fmt::format(", at most {} at once", human_bytes(max_unsharded_bytes)) : "");
   for (const auto& unit : units)
     for (const auto& group : unit.groups)
       for (const auto& parameter : group.parameters)
@@ -72,7 +80,7 @@ std::string Plan::to_string() const {
 }
 
 std::vector<std::string> agreement_lines(const Plan& plan) {
-  std::vector<std::string> lines{fmt::format("world size {}", plan.world_size)};
+  std::vector<std::string> lines{fmt::format("world size {}, at most {} bytes unsharded", plan.world_size, plan.max_unsharded_bytes)};
   for (const auto& unit : plan.units)
     for (const auto& group : unit.groups)
       for (const auto& parameter : group.parameters)

@@ -7,12 +7,14 @@
 #include <string>
 #include <vector>
 
+#include "plan/budget.h"
 #include "plan/module_tree.h"
 
 namespace fsdp {
 
 struct PlannedModel {
   Plan plan;
+  UnshardedBudget budget;
   // The tensors behind plan.units[u].groups[g].parameters[p].
   std::vector<std::vector<std::vector<at::Tensor>>> tensors;
   std::vector<ModuleTree::Buffer> buffers;

@@ -53,7 +53,7 @@ void ShardedModel::adopt_assigned() {
         const bool whole = parameter.handle.sizes() == at::IntArrayRef(parameter.full_shape);
         target.copy_(whole ? parameter.in_memory_order(parameter.handle).narrow(0, part.begin_in_parameter, part.length)
                            : parameter.handle);
-        residency_.free(*unit);
+        scheduler_->free(*unit);
       }
 }
 
@@ -87,7 +87,7 @@ void ShardedModel::unshard_for_good() {
         if (parameter.handle.grad().defined()) parameter.handle.mutable_grad() = plain(*group, parameter, gradients);
       }
     }
-  residency_.free_all();
+  scheduler_->free_all();
   registry::remove_all(*this);
 }
 

@@ -86,7 +86,7 @@ FlatGroup::FlatGroup(std::string title, const PlannedGroup& planned, const std::
     p.gradient_slice = keyed_slice(shard_gradient, layout.slice(p.index, rank));
   }
   // Only the storage objects are wanted of these two; nobody has touched their memory yet.
-  free_unsharded();
+  release_memory();
   empty_storage(storage_of(shard_gradient), "no gradient of " + unit_title + " has been reduced yet");
 }
 
@@ -94,16 +94,20 @@ int64_t FlatGroup::unsharded_bytes() const { return layout.unsharded_numel() * s
 
 int64_t FlatGroup::shard_gradient_bytes() const { return static_cast<int64_t>(storage_of(shard_gradient).nbytes()); }
 
-void FlatGroup::allocate_unsharded() {
-  if (is_whole()) {  // the loan holds the shard: a graph may outlive the model
-    const auto release = [](void* lender) { delete static_cast<at::Tensor*>(lender); };
-    return fill_storage(storage_of(unsharded), at::DataPtr(shard.data_ptr(), new at::Tensor(shard), release, shard.device()),
-                        unsharded_bytes());
-  }
-  fill_storage(storage_of(unsharded), c10::GetAllocator(unsharded.device().type())->allocate(unsharded_bytes()), unsharded_bytes());
+void FlatGroup::hold_memory(at::DataPtr memory) { fill_storage(storage_of(unsharded), std::move(memory), unsharded_bytes()); }
+
+void FlatGroup::borrow_shard() {  // the loan holds the shard: a graph may outlive the model
+  const auto release = [](void* lender) { delete static_cast<at::Tensor*>(lender); };
+  hold_memory(at::DataPtr(shard.data_ptr(), new at::Tensor(shard), release, shard.device()));
 }
 
-void FlatGroup::free_unsharded() {
+at::Tensor FlatGroup::flat_on(at::DataPtr memory) const {
+  auto storage =
+      c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), unsharded_bytes(), std::move(memory), nullptr, false);
+  return at::empty({0}, unsharded.options()).set_(c10::Storage(std::move(storage)), 0, {layout.unsharded_numel()}, {1});
+}
+
+void FlatGroup::release_memory() {
   empty_storage(storage_of(unsharded),
                 "the parameters of " + unit_title +
                     " are not gathered now, so there is no memory to point to. Their data can be reached by operators, or "
@@ -155,17 +159,20 @@ std::vector<ShardedParameter*> FlatGroup::parameters_under(const at::Tensor& vie
   return reached;
 }
 
-at::Tensor FlatGroup::own_part() const { return unsharded.narrow(0, rank * layout.shard_numel(), layout.shard_numel()); }
+at::Tensor FlatGroup::own_part_of(const at::Tensor& flat) const {
+  return flat.narrow(0, rank * layout.shard_numel(), layout.shard_numel());
+}
 
 void FlatGroup::keep_written(ShardedParameter& parameter) {
   if (is_whole()) return;
   const ShardSlice part = layout.slice(parameter.index, rank);
-  if (part.length) shard.narrow(0, part.begin_in_shard, part.length).copy_(own_part().narrow(0, part.begin_in_shard, part.length));
+  if (part.length)
+    shard.narrow(0, part.begin_in_shard, part.length).copy_(own_part_of(unsharded).narrow(0, part.begin_in_shard, part.length));
 }
 
 void FlatGroup::keep_changes() {
   if (is_whole()) return;
-  const auto own = own_part();
+  const auto own = own_part_of(unsharded);
   shard.copy_(at::where(own == shard.to(compute_dtype), shard, own.to(dtype)));
 }
 

@@ -4,7 +4,7 @@
 // replaced; its content is switched:
 //   SHARDED    1-D slice of `shard` (this rank's part, possibly empty), in the group's dtype
 //   COMPUTING  the full shape, storage = `unsharded`, in the compute dtype; the memory behind it may be absent
-// The memory of `unsharded` is a second, independent thing: absent or resident, see residency.h.
+// The memory of `unsharded` is a second, independent thing: see BufferState in unit.h.
 //
 // Shapes: S = layout.shard_numel(), N = world size, G = layout.gradient_shard_numel().
 #pragma once
@@ -79,9 +79,12 @@ struct FlatGroup {
   void hold_full();
   void hold_slices();
 
-  void allocate_unsharded();  // REQUIRES: empty. is_whole(): lends the shard's memory instead
-  void free_unsharded();
-  void allocate_shard_gradient();  // zeros; does nothing the second time
+  // Memory of the unsharded buffer: comes, may be exchanged for other memory with the same content, and goes.
+  void hold_memory(at::DataPtr memory);
+  void borrow_shard();  // the shard's own memory. REQUIRES: is_whole()
+  void release_memory();
+  at::Tensor flat_on(at::DataPtr memory) const;  // (N·S) compute dtype, a storage of its own on that memory
+  void allocate_shard_gradient();                // zeros; does nothing the second time
 
   // The parameters that a tensor on the unsharded buffer can reach.
   std::vector<ShardedParameter*> parameters_under(const at::Tensor& view);
@@ -89,7 +92,7 @@ struct FlatGroup {
   void keep_written(ShardedParameter& parameter);
   // The same for all elements that differ from what was gathered; those that do not keep the master's precision. REQUIRES: resident.
   void keep_changes();
-  at::Tensor own_part() const;  // (S) of `unsharded`
+  at::Tensor own_part_of(const at::Tensor& flat) const;  // (S) of (N·S)
 
  private:
   void hold(at::Tensor ShardedParameter::*data);

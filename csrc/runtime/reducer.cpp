@@ -79,7 +79,7 @@ void Reducer::receive(ShardedParameter& parameter, const at::Tensor& value) {
                 parameter.name, "' is not supported: the sharded gradient has no graph. Use torch::autograd::grad(..., create_graph=true)");
     if (collectives_.world_size() == 1) return add_to_shard(gradient, parameter, parameter.in_memory_order(value));  // nothing to reduce
     if (!gradient.flat.defined()) {
-      gradient.flat = at::zeros({layout.gradient_numel()}, at::dtype(parameter.group->dtype));
+      gradient.flat = pool_.take(layout.gradient_numel(), parameter.group->dtype);
       buffer_bytes_ += static_cast<int64_t>(gradient.flat.nbytes());
       peak_buffer_bytes_ = std::max(peak_buffer_bytes_, buffer_bytes_);
     }
@@ -108,7 +108,12 @@ void Reducer::start(GroupGradient& gradient) {
   RECORD_FUNCTION("fsdp::reduce " + group.unit_title, {});
   const auto& layout = group.layout;
   auto counts = at::zeros({layout.counts_numel()}, at::dtype(at::kFloat));
-  for (size_t i = 0; i < gradient.has.size(); ++i) counts.data_ptr<float>()[i] = gradient.has[i] ? 1.f : 0.f;
+  for (size_t i = 0; i < gradient.has.size(); ++i) {
+    counts.data_ptr<float>()[i] = gradient.has[i] ? 1.f : 0.f;
+    if (gradient.has[i]) continue;
+    for (const auto& run : layout.gradient_runs(static_cast<int64_t>(i)))
+      gradient.flat.narrow(0, run.begin_in_gradient, run.length).zero_();
+  }
   for (int rank = 0; rank < layout.world_size(); ++rank)
     gradient.flat.narrow(0, rank * layout.gradient_shard_numel() + layout.shard_numel(), layout.counts_numel()).copy_(counts);
   auto own = gradient.flat.narrow(0, group.rank * layout.gradient_shard_numel(), layout.gradient_shard_numel());
@@ -129,7 +134,7 @@ void Reducer::finish_in_flight() {
     add_to_shard(gradient, parameter, own.narrow(0, part.begin_in_shard, part.length));
   }
   buffer_bytes_ -= static_cast<int64_t>(gradient.flat.nbytes());
-  gradient.flat.reset();
+  pool_.give_back(std::exchange(gradient.flat, {}));
   gradient.has.assign(gradient.has.size(), false);
   gradient.arrived = 0;
 }

@@ -15,6 +15,7 @@
 
 #include <vector>
 
+#include "comm/buffer_pool.h"
 #include "runtime/counters.h"
 #include "runtime/unit.h"
 
@@ -31,6 +32,7 @@ class Reducer {
   void abandon_backward() noexcept;  // drops what is not reduced yet
 
   int64_t peak_buffer_bytes() const { return peak_buffer_bytes_; }
+  int64_t allocations() const { return pool_.allocations(); }
 
  private:
   struct GroupGradient {
@@ -48,6 +50,7 @@ class Reducer {
   void add_to_shard(GroupGradient& gradient, ShardedParameter& parameter, const at::Tensor& reduced);
 
   CountedCollectives& collectives_;
+  comm::BufferPool pool_;
   std::vector<GroupGradient> gradients_;  // in plan order
   GroupGradient* in_flight_ = nullptr;
   comm::Pending pending_;

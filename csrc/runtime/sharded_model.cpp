@@ -34,7 +34,7 @@ class ShardedModel::BackwardGuard {
 };
 
 ShardedModel::ShardedModel(Plan plan, std::shared_ptr<comm::Collectives> collectives)
-    : plan_(std::move(plan)), collectives_(std::move(collectives)), residency_(collectives_, units_) {}
+    : plan_(std::move(plan)), collectives_(std::move(collectives)) {}
 
 ShardedModel::~ShardedModel() { registry::remove_all(*this); }
 
@@ -47,8 +47,11 @@ Stats ShardedModel::stats() const {
       stats.shard_bytes += static_cast<int64_t>(group->shard.nbytes());
       stats.gradient_bytes += group->shard_gradient_bytes();
     }
-  stats.resident_unsharded_bytes = residency_.resident_bytes();
-  stats.peak_unsharded_bytes = residency_.peak_bytes();
+  stats.resident_unsharded_bytes = scheduler_->resident_bytes();
+  stats.peak_unsharded_bytes = scheduler_->peak_bytes();
+  stats.prefetches = scheduler_->prefetches();
+  stats.prefetch_hits = scheduler_->prefetch_hits();
+  stats.buffer_allocations = scheduler_->allocations() + reducer_->allocations();
   stats.peak_gradient_buffer_bytes = reducer_->peak_buffer_bytes();
   return stats;
 }
@@ -73,24 +76,25 @@ void ShardedModel::leave_computing() noexcept {
   for (const auto& unit : units_)
     for (const auto& group : unit->groups) group->hold_slices();
   // With a graph that may still run backward, the units used last stay for it; without one nothing will read them.
-  if (!c10::GradMode::is_enabled() || backward_ended_in_bracket_) residency_.free_all();
+  if (!c10::GradMode::is_enabled() || backward_ended_in_bracket_) scheduler_->end_of_step();
 }
 
 void ShardedModel::acquire(const std::vector<Unit*>& wanted) {
   std::lock_guard lock(mutex_);
   const bool in_graph_task = torch::autograd::get_current_graph_task_id() >= 0;
   if (in_graph_task) enter_backward();
-  residency_.acquire(wanted, in_graph_task ? "backward" : "forward");
+  const Phase forward = c10::GradMode::is_enabled() ? Phase::FORWARD : Phase::FORWARD_WITHOUT_GRADIENTS;
+  scheduler_->acquire(wanted, in_graph_task ? Phase::BACKWARD : forward);
 }
 
 void ShardedModel::release(const std::vector<Unit*>& pinned) noexcept {
   std::lock_guard lock(mutex_);
-  residency_.release(pinned);
+  scheduler_->release(pinned, Phase::FORWARD);
 }
 
 void ShardedModel::summon(const std::vector<Unit*>& summoned, bool write_back) {
   std::lock_guard lock(mutex_);
-  residency_.acquire(summoned, "summon_full_params");
+  scheduler_->acquire(summoned, Phase::SUMMON);
   writable_summons_ += write_back;
 }
 
@@ -103,8 +107,8 @@ void ShardedModel::dismiss(const std::vector<Unit*>& summoned, bool write_back) 
       for (const auto& group : unit->groups) group->keep_changes();
     --writable_summons_;
   }
-  residency_.release(summoned);
-  residency_.free_all();
+  scheduler_->release(summoned, Phase::SUMMON);
+  scheduler_->free_all();
 }
 
 std::vector<Unit*> ShardedModel::units_named(const std::vector<std::string>& names) const {
@@ -182,7 +186,7 @@ void ShardedModel::receive_gradient(ShardedParameter& parameter, const at::Tenso
 
 void ShardedModel::shard_was_written(Unit& unit) {
   std::lock_guard lock(mutex_);
-  residency_.free(unit);
+  scheduler_->free(unit);
 }
 
 void ShardedModel::enter_backward() {
@@ -202,12 +206,12 @@ void ShardedModel::finish_backward() {
     reducer_->finish_backward();
   } catch (...) {
     reducer_->abandon_backward();
-    residency_.free_all();
+    scheduler_->end_of_step();
     throw;
   }
   if (!graph_is_kept_) drop_aliases_with_graph();
   backward_ended_in_bracket_ = computing();
-  if (!computing()) residency_.free_all();
+  if (!computing()) scheduler_->end_of_step();
 }
 
 void ShardedModel::fail_backward() noexcept {
@@ -215,7 +219,7 @@ void ShardedModel::fail_backward() noexcept {
   in_backward_ = false;
   WithoutAccessHook no_hook;
   reducer_->abandon_backward();
-  if (!computing()) residency_.free_all();
+  if (!computing()) scheduler_->end_of_step();
 }
 
 }  // namespace fsdp

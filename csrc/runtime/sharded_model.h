@@ -21,7 +21,7 @@
 #include "plan/planner.h"
 #include "runtime/counters.h"
 #include "runtime/reducer.h"
-#include "runtime/residency.h"
+#include "runtime/scheduler.h"
 #include "runtime/unit.h"
 
 namespace fsdp {
@@ -97,7 +97,7 @@ class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
   Plan plan_;
   CountedCollectives collectives_;
   std::vector<std::unique_ptr<Unit>> units_;
-  Residency residency_;
+  std::unique_ptr<Scheduler> scheduler_;
   std::unique_ptr<Reducer> reducer_;
   bool write_through_ = false;
   std::atomic<int> brackets_{0};

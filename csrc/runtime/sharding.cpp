@@ -56,11 +56,13 @@ void ShardedModel::build_units(const PlannedModel& planned) {
     const auto& from = plan_.units[u];
     auto unit = std::make_unique<Unit>();
     unit->name = from.name;
+    unit->index = u;
     unit->title = from.name.empty() ? "the root unit" : "unit '" + from.name + "'";
     for (size_t g = 0; g < from.groups.size(); ++g)
       unit->groups.push_back(std::make_unique<FlatGroup>(unit->title, from.groups[g], planned.tensors[u][g], world_size(), rank()));
     units_.push_back(std::move(unit));
   }
+  scheduler_ = std::make_unique<Scheduler>(collectives_, units_, planned.budget);
   reducer_ = std::make_unique<Reducer>(collectives_, units_);
 }
 

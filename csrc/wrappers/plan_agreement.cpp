@@ -46,8 +46,11 @@ std::string first_differences(const std::vector<std::string>& texts) {
 
 }  // namespace
 
-void agree_on_plan(comm::Collectives& collectives, const Plan& plan, const std::string& refusal) {
-  const std::string text = fmt::format("{}\n", fmt::join(agreement_lines(plan), "\n"));
+void agree_on_plan(comm::Collectives& collectives, const Plan& plan, const FsdpOptions& options, const std::string& refusal) {
+  std::string text = fmt::format("{}\n", fmt::join(agreement_lines(plan), "\n"));
+  text += fmt::format("options: sync_module_states {}, check_order {}, parameter_writes {}, strict budget {}\n", options.sync_module_states,
+                      static_cast<int>(options.check_order), static_cast<int>(options.parameter_writes),
+                      options.max_unsharded_bytes.has_value());
   const auto answers = exchange_or_refuse(collectives, "plan of a model being wrapped", hash_of(text), refusal, "wrap the model");
   if (std::all_of(answers.begin(), answers.end(), [&](const std::string& hash) { return hash == answers.front(); })) return;
   const auto texts = collectives.exchange("differing plans of a model being wrapped", text);

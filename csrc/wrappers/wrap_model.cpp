@@ -5,6 +5,7 @@
 #include <iterator>
 #include <map>
 
+#include "plan/budget.h"
 #include "plan/observations.h"
 #include "plan/planner.h"
 #include "plan/unit_selection.h"
@@ -43,14 +44,15 @@ void check_disjoint(const ModuleTree& tree, int rank) {
 
 PlannedModel plan_locally(const torch::nn::Module& module, const ModuleTree& tree, const ProcessGroup& group, const FsdpOptions& options,
                           std::optional<c10::ScalarType> compute_dtype) {
-  TORCH_CHECK(options.sharding_strategy == ShardingStrategy::FULL_SHARD, "unknown sharding strategy ",
-              static_cast<int>(options.sharding_strategy), "; expected ShardingStrategy::FULL_SHARD");
   TORCH_CHECK(!tree.parameters.empty(), "rank ", group.rank(), ": module ", module.name(),
               " registers no parameters, so there is nothing to shard. Tensors and submodules held in plain members are invisible to "
               "LibTorch: register them with register_parameter and register_module");
   for (const auto& parameter : tree.parameters) check_can_be_sharded(parameter.registrations.front().name, parameter.tensor, group.rank());
   check_disjoint(tree, group.rank());
-  return make_plan(tree, select_units(tree, options.auto_wrap_policy), group.world_size(), compute_dtype);
+  PlannedModel planned = make_plan(tree, select_units(tree, options.auto_wrap_policy), group.world_size(), compute_dtype);
+  planned.budget = choose_budget(planned.plan, options, group.rank());
+  planned.plan.max_unsharded_bytes = planned.budget.bytes;
+  return planned;
 }
 
 // The dictionary itself: named_parameters() would copy every tensor and name at each call.
@@ -93,9 +95,11 @@ WrappedModel wrap_model(const torch::nn::Module& module, const ProcessGroup& gro
   } catch (const std::exception& error) {      // of the user's policy
     refusal = c10::str("rank ", group.rank(), ": the wrap policy failed: ", error.what());
   }
-  agree_on_plan(*group.collectives(), planned.plan, refusal);
+  agree_on_plan(*group.collectives(), planned.plan, options, refusal);
   if (group.rank() == 0)
     for (const auto& observation : observe(tree, planned.plan)) TORCH_WARN("libfsdp: ", observation);
+
+  if (options.check_order == CheckOrder::ORDER_ALWAYS) group.collectives()->check_always();
 
   WrappedModel wrapped;
   for (const auto& parameter : tree.parameters) wrapped.parameters.emplace_back(parameter.registrations.front().name, parameter.tensor);

@@ -5,12 +5,18 @@
 
 #include <fsdp/wrap_policy.h>
 
+#include <cstdint>
+#include <optional>
+
 namespace fsdp {
 
 enum class ShardingStrategy {
   /// Parameters, gradients and optimizer state are spread over the ranks; a unit is gathered when it is read and freed when room is
   /// needed, so beside the root unit two units are whole at a time (ZeRO stage 3).
   FULL_SHARD,
+  /// The same, but a unit that was gathered stays until the end of its backward: one gather per unit and step instead of two, for
+  /// the memory of the whole model (ZeRO stage 2).
+  SHARD_GRAD_OP,
 };
 
 /// What happens when the model writes to one of its parameters while the wrapper runs it.
@@ -21,6 +27,12 @@ enum class ParameterWrites {
   WRITE_THROUGH,
 };
 
+/// When ranks compare what they are about to do before a collective. They always do so while an order is new.
+enum class CheckOrder {
+  ORDER_ON_CHANGE,  ///< when a rank is about to leave the order of the steps before
+  ORDER_ALWAYS,     ///< before every collective of the group from now on, which costs a small all-gather each: for finding where ranks part
+};
+
 struct FsdpOptions {
   ShardingStrategy sharding_strategy = ShardingStrategy::FULL_SHARD;
 
@@ -28,9 +40,18 @@ struct FsdpOptions {
   /// speed, never results.
   WrapPolicy auto_wrap_policy = {};
 
+  /// The most bytes that gathered parameters take at once on each rank, those of gathers under way included; one operator needs the
+  /// root unit and its own. More of it saves gathers, never changes results. None: what the strategy says, for FULL_SHARD the root
+  /// unit and the two largest others (an operator that needs more than that gets more), for SHARD_GRAD_OP everything. Less than the
+  /// root unit and the largest other is an error that names the least value.
+  std::optional<int64_t> max_unsharded_bytes = std::nullopt;
+
   /// true: every rank starts from rank 0's parameters and buffers. false: each keeps its own values; they must then be equal
   /// already, or the ranks' shards belong to different models.
   bool sync_module_states = true;
+
+  /// Costs time, never changes results.
+  CheckOrder check_order = CheckOrder::ORDER_ON_CHANGE;
 
   /// Data-dependent initialisation and masks written into weights need WRITE_THROUGH.
   ParameterWrites parameter_writes = ParameterWrites::REFUSE;

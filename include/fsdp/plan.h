@@ -38,11 +38,14 @@ struct PlannedGroup {
 struct PlannedUnit {
   std::string name;  ///< path of its module; empty for the root unit
   std::vector<PlannedGroup> groups;
+
+  FSDP_API int64_t unsharded_bytes(int world_size) const;  ///< of its buffers while it is gathered, padding included
 };
 
 struct Plan {
   int world_size = 1;
-  std::vector<PlannedUnit> units;  ///< the root unit first, then in order of registration; units without parameters are left out
+  int64_t max_unsharded_bytes = 0;  ///< what gathered units may take at once; 0: not decided
+  std::vector<PlannedUnit> units;   ///< the root unit first, then in order of registration; units without parameters are left out
 
   FSDP_API int64_t numel() const;            ///< elements of all parameters, each tensor once
   FSDP_API int64_t shard_bytes() const;      ///< parameter bytes that each rank keeps

@@ -28,6 +28,9 @@ struct Stats {
   int64_t gradient_bytes = 0;              ///< gradients at rest; 0 before the first backward
   int64_t resident_unsharded_bytes = 0;    ///< unsharded buffers that hold memory now
   int64_t peak_unsharded_bytes = 0;        ///< the most that `resident_unsharded_bytes` has been
+  int64_t prefetches = 0;                  ///< gathers that were started before their unit was read
+  int64_t prefetch_hits = 0;               ///< those whose unit was read before it was freed
+  int64_t buffer_allocations = 0;          ///< how often memory was taken for unsharded and gradient buffers
   int64_t peak_gradient_buffer_bytes = 0;  ///< the most that buffers for whole, not yet reduced gradients have taken at once
 };
 

@@ -28,7 +28,7 @@ class TwinCollectives : public comm::Collectives {
 
  protected:
   std::unique_ptr<comm::Work> start(const comm::Request& request) override;
-  std::vector<std::string> exchange_texts(const std::string& message) override { return {message, message}; }
+  std::vector<std::string> exchange_texts(const std::string&, const std::string& text) override { return {text, text}; }
 
  private:
   const std::string backend_ = "twin";

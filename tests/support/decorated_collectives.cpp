@@ -48,8 +48,8 @@ std::unique_ptr<comm::Work> DecoratedCollectives::start(const comm::Request& req
   return std::make_unique<Passed>(pass(*inner_, request));
 }
 
-std::vector<std::string> DecoratedCollectives::exchange_texts(const std::string& message) {
-  return inner_->exchange(topic_of(message), message);
+std::vector<std::string> DecoratedCollectives::exchange_texts(const std::string& topic, const std::string& text) {
+  return inner_->exchange(topic, text);
 }
 
 }  // namespace fsdp::testing

@@ -18,10 +18,11 @@ class DecoratedCollectives : public comm::Collectives {
   int world_size() const override { return inner_->world_size(); }
   const std::string& backend() const override { return inner_->backend(); }
   void close() noexcept override { inner_->close(); }
+  void check_always() override { inner_->check_always(); }
 
  protected:
   std::unique_ptr<comm::Work> start(const comm::Request& request) override;
-  std::vector<std::string> exchange_texts(const std::string& message) override;
+  std::vector<std::string> exchange_texts(const std::string& topic, const std::string& text) override;
 
  private:
   const std::shared_ptr<comm::Collectives> inner_;

@@ -24,14 +24,21 @@ struct CollectiveRecord {
 class CollectiveLog {
  public:
   void add(CollectiveRecord record) { records_.push_back(std::move(record)); }
-  void clear() { records_.clear(); }
+  void clear() {
+    records_.clear();
+    events_.clear();
+  }
   const std::vector<CollectiveRecord>& records() const { return records_; }
   std::string text() const;  // "operation purpose\n" each, in the order in which they were started
+  // The same with the waits between them: "start operation purpose\n", "wait operation purpose\n".
+  const std::string& events() const { return events_; }
+  void add_event(const std::string& event) { events_ += event + "\n"; }
   int64_t count(const std::string& operation) const;
   int64_t bytes(const std::string& operation) const;
 
  private:
   std::vector<CollectiveRecord> records_;
+  std::string events_;
 };
 
 class RecordingCollectives : public DecoratedCollectives {
@@ -40,7 +47,7 @@ class RecordingCollectives : public DecoratedCollectives {
 
  protected:
   std::unique_ptr<comm::Work> start(const comm::Request& request) override;
-  std::vector<std::string> exchange_texts(const std::string& message) override;
+  std::vector<std::string> exchange_texts(const std::string& topic, const std::string& text) override;
 
  private:
   const std::shared_ptr<CollectiveLog> log_;
