@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,10 +35,12 @@ struct Flags {
   benchmark::GptOptions model;
   int64_t batch = 4, steps = 30, warmup = 5;
   fsdp::ShardingStrategy strategy = fsdp::ShardingStrategy::FULL_SHARD;
+  std::optional<int64_t> max_unsharded_bytes;
   std::string optimizer = "fused", backend = "gloo";
 };
 
-const std::map<std::string, fsdp::ShardingStrategy> kStrategies{{"FULL_SHARD", fsdp::ShardingStrategy::FULL_SHARD}};
+const std::map<std::string, fsdp::ShardingStrategy> kStrategies{{"FULL_SHARD", fsdp::ShardingStrategy::FULL_SHARD},
+                                                                {"SHARD_GRAD_OP", fsdp::ShardingStrategy::SHARD_GRAD_OP}};
 
 std::string name_of(fsdp::ShardingStrategy strategy) {
   return std::find_if(kStrategies.begin(), kStrategies.end(), [&](const auto& known) { return known.second == strategy; })->first;
@@ -55,8 +58,10 @@ json run(const Flags& flags, Optimizer (*make_optimizer)(std::vector<torch::Tens
   fsdp::ProcessGroup group = make_group(flags.backend);
   benchmark::Gpt net(o);
   benchmark::set_initial_values(*net);
-  fsdp::FullyShardedDataParallel model(
-      net, group, {.sharding_strategy = flags.strategy, .auto_wrap_policy = fsdp::module_wrap_policy<benchmark::BlockImpl>()});
+  fsdp::FullyShardedDataParallel model(net, group,
+                                       {.sharding_strategy = flags.strategy,
+                                        .auto_wrap_policy = fsdp::module_wrap_policy<benchmark::BlockImpl>(),
+                                        .max_unsharded_bytes = flags.max_unsharded_bytes});
   auto optimizer = make_optimizer(model.parameters());
   const double startup = benchmark::seconds_since_start();
 
@@ -87,6 +92,7 @@ json run(const Flags& flags, Optimizer (*make_optimizer)(std::vector<torch::Tens
     for (size_t i = 0; i < losses.size(); ++i) losses[i] += other["losses"][i].get<double>() / group.world_size();
   }
   const auto stats = model.stats();
+  const auto all_steps = static_cast<double>(flags.warmup + flags.steps);
   const double median = benchmark::quantile(times, 0.5);
   return {{"system", "libfsdp"},
           {"rank", group.rank()},
@@ -99,9 +105,11 @@ json run(const Flags& flags, Optimizer (*make_optimizer)(std::vector<torch::Tens
           {"step_ms_spread", benchmark::quantile(times, 0.75) - benchmark::quantile(times, 0.25)},
           {"step_processor_ms", processor_ms},
           {"tokens_per_s", static_cast<double>(group.world_size() * flags.batch * o.length) / median * 1000},
+          {"prefetch_hits", static_cast<double>(stats.prefetch_hits) / all_steps},
+          {"buffer_allocations", stats.buffer_allocations},
           {"peak_unsharded_bytes", stats.peak_unsharded_bytes},
-          {"all_gathers", stats.collectives.all_gather.calls},
-          {"reduce_scatters", stats.collectives.reduce_scatter.calls},
+          {"all_gathers", static_cast<double>(stats.collectives.all_gather.calls) / all_steps},
+          {"reduce_scatters", static_cast<double>(stats.collectives.reduce_scatter.calls) / all_steps},
           {"peak_rss_mb", peak_rss},
           {"startup_s", slowest_startup},
           {"final_loss", losses.back()},
@@ -134,7 +142,9 @@ int main(int argc, char** argv) try {
   number("--vocabulary", flags.model.vocabulary, "different tokens");
   number("--steps", flags.steps, "steps to time");
   number("--warmup", flags.warmup, "steps before them");
-  app.add_option("--strategy", flags.strategy, "FULL_SHARD")->transform(CLI::Transformer(kStrategies));
+  app.add_option("--strategy", flags.strategy, "FULL_SHARD (default) or SHARD_GRAD_OP")->transform(CLI::Transformer(kStrategies));
+  app.add_option("--max-unsharded-bytes", flags.max_unsharded_bytes, "budget of gathered parameters, instead of the strategy's")
+      ->check(CLI::PositiveNumber);
   app.add_option("--optimizer", flags.optimizer, "fused: AdamW in one call for all parameters, as the peers; torch: torch::optim::AdamW")
       ->capture_default_str()
       ->check(CLI::IsMember({"fused", "torch"}));
@@ -147,12 +157,12 @@ int main(int argc, char** argv) try {
   if (report["rank"] == 0) {
     std::printf(
         "libfsdp %s, %s, %s AdamW, %d ranks, %ld parameters: %.1f ms a step (quartiles %.1f apart), %.0f tokens/s, loss %.4f\n"
-        "  most unsharded at once %.2f MB, most resident %.0f MB a rank, first step after %.1f s\n",
+        "  %.2f all-gathers a step, most unsharded at once %.2f MB, most resident %.0f MB a rank, first step after %.1f s\n",
         report["strategy"].get<std::string>().c_str(), report["backend"].get<std::string>().c_str(),
         report["optimizer"].get<std::string>().c_str(), report["world_size"].get<int>(), report["parameters"].get<long>(),
         report["step_ms"].get<double>(), report["step_ms_spread"].get<double>(), report["tokens_per_s"].get<double>(),
-        report["final_loss"].get<double>(), report["peak_unsharded_bytes"].get<double>() / 1e6, report["peak_rss_mb"].get<double>(),
-        report["startup_s"].get<double>());
+        report["final_loss"].get<double>(), report["all_gathers"].get<double>(), report["peak_unsharded_bytes"].get<double>() / 1e6,
+        report["peak_rss_mb"].get<double>(), report["startup_s"].get<double>());
     std::printf("%s\n", report.dump().c_str());
   }
   return 0;

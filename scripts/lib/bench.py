@@ -39,6 +39,8 @@ def contestants(program):
     return [
         Contestant("libfsdp", "FULL_SHARD", "gloo", [program]),
         Contestant("libfsdp", "FULL_SHARD", "none", [program, "--backend", "none"]),
+        Contestant("libfsdp", "SHARD_GRAD_OP", "gloo", [program]),
+        Contestant("libfsdp", "SHARD_GRAD_OP", "none", [program, "--backend", "none"]),
         Contestant("torch-fsdp2", "FULL_SHARD", "gloo", python("fsdp2")),
         Contestant("torch-fsdp2", "SHARD_GRAD_OP", "gloo", python("fsdp2")),
         Contestant("torch-ddp", "NO_SHARD", "gloo", python("ddp")),
