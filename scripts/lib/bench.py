@@ -113,8 +113,8 @@ def print_results(everybody, rows):
         loss = f"{r['final_loss']:.4f}" if one.backend != "none" else "-"
         print(f"{r['system']:<12} {r['strategy']:<14} {r['backend']:<7} {r['step_ms']:8.1f} {r['step_ms_spread']:7.1f} {statistics.median(x['step_processor_ms'] for x in one.reports):7.1f} "
               f"{of_rounds(ratios(one, base)):>22} {r['tokens_per_s']:9.0f} {r['peak_rss_mb']:8.0f} {r['startup_s']:8.2f} {loss:>8}")  # fmt: skip
-    print("\nms/step: median of all timed steps; spread: between their quartiles. CPU: of all threads of rank 0, per step; it tells less of a busy"
-          "\nmachine. Against the first: ratio of medians, round by round, its median (least to largest). Peak: resident memory of the rank"
+    print("\nms/step: median of all timed steps; spread: between their quartiles. CPU: of all threads of rank 0, per step; a busy machine changes"
+          "\nit less. Against the first: ratio of medians, round by round, its median (least to largest). Peak: resident memory of the rank"
           "\nwith most, in 10^6 bytes. Start: until the first step can begin.\n")
     for one in everybody:
         for other in everybody:
