@@ -28,6 +28,7 @@ struct ModuleTree {
   struct Parameter {
     at::Tensor tensor;
     std::vector<Registration> registrations;
+    bool of_norm_module = false;  // registered in one of LibTorch's
   };
   struct Buffer {
     std::string name;

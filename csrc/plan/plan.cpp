@@ -46,7 +46,8 @@ int64_t Plan::shard_bytes() const {
 
 int64_t PlannedUnit::unsharded_bytes(int world_size) const {
   int64_t sum = 0;
-  for (const auto& group : groups) sum += group.shard_numel * world_size * bytes_of(group.compute_dtype);
+  for (const auto& group : groups)
+    if (!group.replicated) sum += group.shard_numel * world_size * bytes_of(group.compute_dtype);
   return sum;
 }
 
@@ -64,7 +65,10 @@ std::string Plan::to_string() const {
   const auto total = std::max<int64_t>(1, numel());
   for (const auto& unit : units)
     for (const auto& group : unit.groups) {
-      const std::string dtype = fmt::format("{}{}", c10::toString(group.dtype), group.trainable ? "" : " frozen");
+      std::string dtype = c10::toString(group.dtype);
+      if (group.compute_dtype != group.dtype) dtype += fmt::format(" as {}", c10::toString(group.compute_dtype));
+      if (!group.trainable) dtype += " frozen";
+      if (group.replicated) dtype += " whole";
       text += fmt::format("{:<{}}  {:>10}  {:>14}  {:<18}  {:>12}  {:>5.1f}%\n", unit.name.empty() ? "(root)" : unit.name, width,
                           group.parameters.size(), group.numel(), dtype, human_bytes(group.shard_numel * bytes_of(group.dtype)),
                           100.0 * group.numel() / total);
@@ -84,9 +88,11 @@ std::vector<std::string> agreement_lines(const Plan& plan) {
   for (const auto& unit : plan.units)
     for (const auto& group : unit.groups)
       for (const auto& parameter : group.parameters)
-        lines.push_back(fmt::format("unit '{}', {} computing in {}, {}: {} [{}] at {}{}{}", unit.name, c10::toString(group.dtype),
-                                    c10::toString(group.compute_dtype), group.trainable ? "trainable" : "frozen", parameter.name,
-                                    fmt::join(parameter.shape, ", "), parameter.offset, parameter.other_names.empty() ? "" : ", also ",
+        lines.push_back(fmt::format("unit '{}', {} computing in {}, reducing in {}, {}{}{}: {} [{}] at {}{}{}", unit.name,
+                                    c10::toString(group.dtype), c10::toString(group.compute_dtype), c10::toString(group.reduce_dtype),
+                                    group.trainable ? "trainable" : "frozen", group.kept_wide ? ", kept wide" : "",
+                                    group.replicated ? ", whole on every rank" : "", parameter.name, fmt::join(parameter.shape, ", "),
+                                    parameter.offset, parameter.other_names.empty() ? "" : ", also ",
                                     fmt::join(parameter.other_names, ", ")));
   return lines;
 }

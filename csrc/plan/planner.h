@@ -1,6 +1,7 @@
 // From a module tree and a choice of units to a plan.
 #pragma once
 
+#include <fsdp/options.h>
 #include <fsdp/plan.h>
 
 #include <optional>
@@ -21,9 +22,11 @@ struct PlannedModel {
 };
 
 // Every tensor gets one owner: the innermost unit that contains all modules which register it, so a weight tied across units
-// belongs to a unit around both. compute_dtype: the unsharded dtype of floating parameters; none keeps each one's own.
-PlannedModel make_plan(const ModuleTree& tree, const std::vector<bool>& units, int world_size,
-                       std::optional<c10::ScalarType> compute_dtype);
+// belongs to a unit around both. Replicated ones form groups of the root unit. Of the options, mixed_precision and unsharded are read.
+PlannedModel make_plan(const ModuleTree& tree, const std::vector<bool>& units, int world_size, const FsdpOptions& options = {});
+
+// Elements: what offsets in the group's buffers are multiples of.
+int64_t alignment_of(const PlannedGroup& group);
 
 // The plan as text that is equal on two ranks exactly if their plans are: one line per fact, for comparison and for naming the
 // first difference.

@@ -14,6 +14,7 @@
 #include "runtime/access_key.h"
 #include "runtime/flat_group.h"
 #include "runtime/operator_arguments.h"
+#include "runtime/precision.h"
 #include "runtime/registry.h"
 #include "runtime/sharded_model.h"
 #include "runtime/slice_rules.h"
@@ -91,6 +92,8 @@ void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
   const bool in_graph_task = torch::autograd::get_current_graph_task_id() >= 0;
 
   Pins pins;
+  const ShardedModel* wide = nullptr;    // whose parameter, kept wide, is read
+  const ShardedModel* narrow = nullptr;  // whose parameter in another dtype than its master's is read
   c10::SmallVector<SliceUse, 4> slices;
   std::vector<WrittenTensor> written_slices;
   std::vector<TrackedTensor> written_shards;
@@ -120,6 +123,10 @@ void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
           written_gathered.emplace_back(*tracked, is_handle ? tracked->parameter->full : tensor);
         }
         pins.want(tracked->model, tracked->unit);
+        if (tracked->model->param_dtype() && tracked->model->computing()) {
+          if (tracked->group->kept_wide) wide = tracked->model;
+          if (tracked->group->compute_dtype == *tracked->model->param_dtype()) narrow = tracked->model;
+        }
         if (!is_handle) return std::nullopt;
         return tracked->model->computing() ? tracked->model->alias_of(*tracked->parameter)
                                            : tracked->model->saved_handle(*tracked->parameter);
@@ -131,12 +138,15 @@ void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
     if (!slices.empty()) written_slices = check_slice_arguments(schema, *stack, slices);
     pins.acquire();
   }
+  const bool widened = wide && widen_arguments(schema, *stack, *wide->param_dtype());
+  if (narrow && !wide && narrow->casts_inputs()) narrow_arguments(schema, *stack, *narrow->param_dtype());
   // The key stays included: the operator may be made of others that touch further units, or reduce slices. Pointwise ones do neither, and
   // their forms for numbers call those for tensors.
   std::optional<WithoutAccessHook> no_hook;
   if (!slices.empty() && op.hasTag(at::Tag::pointwise)) no_hook.emplace();
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kAccessKey), stack);
   no_hook.reset();
+  if (widened) narrow_results(schema, *stack, *wide->param_dtype());
   if (!slices.empty()) check_slice_results(schema, *stack, slices, written_slices);
   for (const auto& [tracked, tensor] : written_gathered) tracked.model->keep_written(*tracked.group, tensor);
   for (const auto& tracked : written_shards) tracked.model->shard_was_written(*tracked.unit);

@@ -29,6 +29,10 @@ void ShardedModel::check_adoptable() const {
     for (const auto& group : unit->groups)
       for (const auto& parameter : group->parameters) {
         const auto& handle = parameter.handle;
+        TORCH_CHECK(
+            group->keeps_master || !handle.requires_grad(), "rank ", rank(), ": parameter '", parameter.name,
+            "' was frozen when the model was wrapped, so it is kept in ", group->dtype,
+            " only, too coarse to be trained. Set MixedPrecision::keep_frozen_master = true to be able to thaw it, or leave it frozen");
         if (lies_in_shard(parameter)) continue;
         const bool known_shape = handle.sizes() == at::IntArrayRef(parameter.full_shape) || handle.sizes() == parameter.slice.sizes();
         TORCH_CHECK(known_shape && handle.scalar_type() == group->dtype && handle.device() == group->shard.device() &&
@@ -64,7 +68,7 @@ void ShardedModel::unshard_for_good() {
   c10::AutoGradMode no_grad(false);
   adopt_assigned();
   const auto gather = [&](const FlatGroup& group, const at::Tensor& part, const char* what) {
-    if (world_size() == 1) return part.clone();
+    if (world_size() == 1 || group.replicated) return part.clone();
     auto whole = at::empty({group.layout.unsharded_numel()}, part.options());
     if (whole.numel()) collectives_.all_gather(whole, part, group.unit_title + what).wait();
     return whole;

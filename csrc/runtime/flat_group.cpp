@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "plan/planner.h"
 #include "runtime/access_key.h"
 #include "runtime/gradient_sink.h"
 #include "runtime/storage_access.h"
@@ -19,12 +20,17 @@
 namespace fsdp {
 namespace {
 
-// A tensor on `flat`'s storage that carries the access key, made without autograd's knowledge: to autograd it is no view.
-at::Tensor keyed_view(const at::Tensor& flat, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
-  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(flat.storage()), flat.key_set().add(kAccessKey),
-                                                       flat.dtype());
+// A tensor on `flat`'s storage, made without autograd's knowledge: to autograd it is no view.
+at::Tensor view_with_keys(const at::Tensor& flat, c10::DispatchKeySet keys, at::IntArrayRef sizes, at::IntArrayRef strides,
+                          int64_t offset) {
+  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(flat.storage()), keys, flat.dtype());
   view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return view;
+}
+
+// One that carries the access key.
+at::Tensor keyed_view(const at::Tensor& flat, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
+  return view_with_keys(flat, flat.key_set().add(kAccessKey), sizes, strides, offset);
 }
 
 at::Tensor keyed_slice(const at::Tensor& flat, const ShardSlice& slice) {
@@ -53,13 +59,14 @@ at::Tensor ShardedParameter::in_memory_order(const at::Tensor& tensor) const {
 
 FlatGroup::FlatGroup(std::string title, const PlannedGroup& planned, const std::vector<at::Tensor>& tensors, int world_size, int rank_)
     : unit_title(std::move(title)),
-      layout(numels_of(tensors),
-             alignment_in_elements(
-                 {static_cast<int64_t>(c10::elementSize(planned.dtype)), static_cast<int64_t>(c10::elementSize(planned.compute_dtype))}),
-             world_size),
+      layout(numels_of(tensors), alignment_of(planned), planned.replicated ? 1 : world_size),
       dtype(planned.dtype),
       compute_dtype(planned.compute_dtype),
-      rank(rank_) {
+      reduce_dtype(planned.reduce_dtype),
+      keeps_master(planned.keeps_master),
+      kept_wide(planned.kept_wide),
+      replicated(planned.replicated),
+      rank(planned.replicated ? 0 : rank_) {
   TORCH_INTERNAL_ASSERT(layout.shard_numel() == planned.shard_numel, "plan and layout differ");
   shard = at::zeros({layout.shard_numel()}, at::dtype(dtype));
   shard_gradient = at::empty({layout.shard_numel()}, at::dtype(dtype));
@@ -80,6 +87,14 @@ FlatGroup::FlatGroup(std::string title, const PlannedGroup& planned, const std::
       std::iota(p.memory_order.begin(), p.memory_order.end(), 0);
       std::stable_sort(p.memory_order.begin(), p.memory_order.end(),
                        [&](int64_t a, int64_t b) { return p.full_strides[a] > p.full_strides[b]; });
+    }
+    if (replicated) {
+      const auto whole = [&](const at::Tensor& flat) {
+        return view_with_keys(flat, flat.key_set(), p.full_shape, p.full_strides, layout.offset(p.index));
+      };
+      p.full = p.slice = whole(shard);
+      p.gradient_slice = whole(shard_gradient);
+      continue;
     }
     p.full = keyed_view(unsharded, p.full_shape, p.full_strides, layout.offset(p.index));
     p.slice = keyed_slice(shard, layout.slice(p.index, rank));
@@ -142,7 +157,7 @@ void FlatGroup::hold_slices() { hold(&ShardedParameter::slice); }
 
 void FlatGroup::hold(at::Tensor ShardedParameter::*data) {
   for (auto& p : parameters) {
-    p.handle.set_data(p.*data);
+    if (!replicated || p.handle.storage().unsafeGetStorageImpl() != &storage_of(shard)) p.handle.set_data(p.*data);
     // set_data drops the accumulator when the dtype changes.
     if (p.sink) torch::autograd::impl::set_grad_accumulator(p.handle, p.sink);
   }

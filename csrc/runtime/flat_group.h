@@ -4,9 +4,10 @@
 // replaced; its content is switched:
 //   SHARDED    1-D slice of `shard` (this rank's part, possibly empty), in the group's dtype
 //   COMPUTING  the full shape, storage = `unsharded`, in the compute dtype; the memory behind it may be absent
+// A replicated parameter holds the full shape in `shard` in both, is no concern of the access hook, and its `.grad` has the full shape.
 // The memory of `unsharded` is a second, independent thing: see BufferState in unit.h.
 //
-// Shapes: S = layout.shard_numel(), N = world size, G = layout.gradient_shard_numel().
+// Shapes: S = layout.shard_numel(), N = world size (1 where replicated), G = layout.gradient_shard_numel().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -58,8 +59,10 @@ struct FlatGroup {
   FlatLayout layout;
   c10::ScalarType dtype;
   c10::ScalarType compute_dtype;
-  int rank;
-  std::vector<ShardedParameter> parameters;  // never resized after construction: others point into it
+  c10::ScalarType reduce_dtype;
+  const bool keeps_master, kept_wide, replicated;  // as planned
+  int rank;                                        // the place of its shard in the layout: 0 where replicated
+  std::vector<ShardedParameter> parameters;        // never resized after construction: others point into it
 
   at::Tensor shard;           // (S) dtype
   at::Tensor shard_gradient;  // (S) dtype; without memory until the first reduction

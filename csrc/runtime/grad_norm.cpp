@@ -24,6 +24,16 @@ std::vector<at::Tensor> defined_gradients(const std::vector<at::Tensor>& paramet
   return gradients;
 }
 
+// What this rank adds to a norm over all ranks: its parts of gradients. Those that are whole on every rank are rank 0's.
+std::vector<at::Tensor> gradients_to_count(const std::vector<at::Tensor>& parameters, int rank) {
+  std::vector<at::Tensor> counted;
+  for (const auto& parameter : parameters) {
+    const auto tracked = registry::find(parameter);
+    if (rank == 0 || !tracked || tracked->kind != TrackedTensor::Kind::REPLICATED) counted.push_back(parameter);
+  }
+  return defined_gradients(counted);
+}
+
 bool is_reduced(const at::Tensor& tensor) { return c10::isReducedFloatingType(tensor.scalar_type()); }
 
 // LibTorch's own arithmetic, so that one process gives the result of the plain run to the last bit.
@@ -60,7 +70,6 @@ at::Tensor wide_norm(const std::vector<at::Tensor>& parts, double norm_type) {
 // Each rank's norm has a place of its own in what is summed. So the largest of all ranks comes by the same collective as their sum, and
 // all ranks combine the same numbers in the same order.
 at::Tensor global_norm(const std::vector<at::Tensor>& gradients, double norm_type, CountedCollectives& collectives) {
-  // Every gradient here is this rank's part of one. One that is whole on every rank would belong into rank 0's norm only.
   auto by_rank = at::zeros({collectives.world_size()}, at::kDouble);
   by_rank[collectives.rank()] = wide_norm(gradients, norm_type);
   collectives.all_reduce(by_rank, "clip_grad_norm_").wait();
@@ -76,7 +85,7 @@ ClipResult clip_gradients(ShardedModel& model, const std::vector<at::Tensor>& pa
   WithoutAccessHook no_hook;
   const auto gradients = defined_gradients(parameters);
   const bool alone = model.world_size() == 1;
-  const auto norm = !alone                      ? global_norm(gradients, norm_type, model.collectives())
+  const auto norm = !alone                      ? global_norm(gradients_to_count(parameters, model.rank()), norm_type, model.collectives())
                     : has_plain_norm(gradients) ? plain_norm(gradients, norm_type)
                                                 : wide_norm(gradients, norm_type);
   const auto coefficient = at::clamp_max(max_norm / (norm + 1e-6), 1.0);

@@ -37,7 +37,8 @@ void take_over_assigned(ShardedParameter& parameter, int rank) {
 
 }  // namespace
 
-Reducer::Reducer(CountedCollectives& collectives, std::vector<std::unique_ptr<Unit>>& units) : collectives_(collectives) {
+Reducer::Reducer(CountedCollectives& collectives, std::vector<std::unique_ptr<Unit>>& units)
+    : collectives_(collectives), divisor_(collectives.world_size()) {
   for (const auto& unit : units)
     for (const auto& group : unit->groups) {
       GroupGradient gradient;
@@ -52,7 +53,8 @@ Reducer::GroupGradient& Reducer::of(const FlatGroup& group) {
   return *std::find_if(gradients_.begin(), gradients_.end(), [&](const GroupGradient& g) { return g.group == &group; });
 }
 
-void Reducer::begin_backward() {
+void Reducer::begin_backward(bool syncs) {
+  syncs_ = syncs;
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   const auto* needed = torch::autograd::get_current_graph_task_exec_info();  // empty: everything runs
   for (auto& gradient : gradients_) {
@@ -77,28 +79,30 @@ void Reducer::receive(ShardedParameter& parameter, const at::Tensor& value) {
                 ", which cannot enter a flat gradient buffer. Build its module without sparse gradients (EmbeddingOptions::sparse(false))");
     TORCH_CHECK(!value.requires_grad(), "rank ", collectives_.rank(), ": backward(create_graph=true) into .grad of sharded parameter '",
                 parameter.name, "' is not supported: the sharded gradient has no graph. Use torch::autograd::grad(..., create_graph=true)");
-    if (collectives_.world_size() == 1) return add_to_shard(gradient, parameter, parameter.in_memory_order(value));  // nothing to reduce
+    if (collectives_.world_size() == 1) {  // nothing to reduce
+      const auto whole = parameter.in_memory_order(value);
+      return add_to_shard(gradient, parameter, divisor_ == 1 ? whole : whole.to(parameter.group->dtype).div(divisor_));
+    }
     if (!gradient.flat.defined()) {
-      gradient.flat = pool_.take(layout.gradient_numel(), parameter.group->dtype);
+      gradient.flat = pool_.take(layout.gradient_numel(), parameter.group->reduce_dtype);
       buffer_bytes_ += static_cast<int64_t>(gradient.flat.nbytes());
       peak_buffer_bytes_ = std::max(peak_buffer_bytes_, buffer_bytes_);
     }
     const auto source = parameter.in_memory_order(value);
-    const int world_size = collectives_.world_size();
     for (const auto& run : layout.gradient_runs(parameter.index)) {
       auto target = gradient.flat.narrow(0, run.begin_in_gradient, run.length);
       const auto part = source.narrow(0, run.begin_in_parameter, run.length);
       if (gradient.has[parameter.index]) {
-        target.add_(part.to(target.scalar_type()).div(world_size));
+        target.add_(part.to(target.scalar_type()).div(divisor_));
       } else if (part.scalar_type() == target.scalar_type()) {
-        at::div_out(target, part, at::Scalar(world_size));
+        at::div_out(target, part, at::Scalar(divisor_));
       } else {  // divided after the cast: the wider type rounds less
-        target.copy_(part).div_(world_size);
+        target.copy_(part).div_(divisor_);
       }
     }
     gradient.has[parameter.index] = true;
   }
-  if (gradient.arrived == gradient.expected && gradient.flat.defined()) start(gradient);
+  if (syncs_ && gradient.arrived == gradient.expected && gradient.flat.defined()) start(gradient);
 }
 
 void Reducer::start(GroupGradient& gradient) {
@@ -117,7 +121,8 @@ void Reducer::start(GroupGradient& gradient) {
   for (int rank = 0; rank < layout.world_size(); ++rank)
     gradient.flat.narrow(0, rank * layout.gradient_shard_numel() + layout.shard_numel(), layout.counts_numel()).copy_(counts);
   auto own = gradient.flat.narrow(0, group.rank * layout.gradient_shard_numel(), layout.gradient_shard_numel());
-  pending_ = collectives_.reduce_scatter(own, gradient.flat, group.unit_title + ", backward");
+  const auto purpose = group.unit_title + (group.replicated ? ", replicas, backward" : ", backward");
+  pending_ = group.replicated ? collectives_.all_reduce(gradient.flat, purpose) : collectives_.reduce_scatter(own, gradient.flat, purpose);
 }
 
 void Reducer::finish_in_flight() {
@@ -153,7 +158,7 @@ void Reducer::add_to_shard(GroupGradient& gradient, ShardedParameter& parameter,
 
 void Reducer::finish_backward() {
   for (auto& gradient : gradients_)
-    if (gradient.flat.defined() && in_flight_ != &gradient) start(gradient);
+    if (syncs_ && gradient.flat.defined() && in_flight_ != &gradient) start(gradient);
   finish_in_flight();
   at::AutoDispatchBelowADInplaceOrView no_views;  // else zero_grad(set_to_none=false) cannot detach what it finds in .grad
   for (auto& gradient : gradients_) {
@@ -161,6 +166,15 @@ void Reducer::finish_backward() {
     for (auto& parameter : gradient.group->parameters)
       if (gradient.defines[parameter.index]) parameter.handle.mutable_grad() = parameter.gradient_slice;
     gradient.defines.assign(gradient.defines.size(), false);
+  }
+}
+
+void Reducer::drop_held() {
+  for (auto& gradient : gradients_) {
+    if (!gradient.flat.defined()) continue;
+    buffer_bytes_ -= static_cast<int64_t>(gradient.flat.nbytes());
+    pool_.give_back(std::exchange(gradient.flat, {}));
+    gradient.has.assign(gradient.has.size(), false);
   }
 }
 

@@ -8,6 +8,9 @@
 // The counts behind each interval (flat_layout.h) tell every rank on how many ranks a parameter had a gradient, so .grad becomes
 // defined on all ranks or on none.
 //
+// A backward that does not sync leaves whole gradients where they are, and the next one that does reduces them with its own.
+// Replicated groups are all-reduced instead, and their gradients have the full shape.
+//
 // Thread safety: the model's lock is held by the caller.
 #pragma once
 
@@ -26,10 +29,13 @@ class Reducer {
   Reducer(CountedCollectives& collectives, std::vector<std::unique_ptr<Unit>>& units);
 
   // Reads from the current graph task which gradients it will bring. REQUIRES: called inside the graph task.
-  void begin_backward();
+  void begin_backward(bool syncs);
   void receive(ShardedParameter& parameter, const at::Tensor& gradient);  // undefined: this rank has none
   void finish_backward();            // reduces what is incomplete, in plan order, waits, and defines .grad
-  void abandon_backward() noexcept;  // drops what is not reduced yet
+  void abandon_backward() noexcept;  // drops what is not reduced yet, also what earlier backwards left
+
+  void set_divisor(double divisor) { divisor_ = divisor; }
+  void drop_held();  // REQUIRES: no backward is under way
 
   int64_t peak_buffer_bytes() const { return peak_buffer_bytes_; }
   int64_t allocations() const { return pool_.allocations(); }
@@ -37,7 +43,7 @@ class Reducer {
  private:
   struct GroupGradient {
     FlatGroup* group = nullptr;
-    at::Tensor flat;        // (N·G) dtype; undefined while nothing has arrived
+    at::Tensor flat;        // (N·G) reduce dtype; undefined while nothing has arrived
     std::vector<bool> has;  // by parameter
     int64_t arrived = 0;
     int64_t expected = 0;
@@ -52,6 +58,8 @@ class Reducer {
   CountedCollectives& collectives_;
   comm::BufferPool pool_;
   std::vector<GroupGradient> gradients_;  // in plan order
+  double divisor_;                        // of the sum over the ranks
+  bool syncs_ = true;
   GroupGradient* in_flight_ = nullptr;
   comm::Pending pending_;
   int64_t buffer_bytes_ = 0;

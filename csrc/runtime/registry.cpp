@@ -65,6 +65,8 @@ struct Keys : c10::TensorImpl {
 }  // namespace
 
 void add(ShardedParameter& parameter, ShardedModel& model, Unit& unit) {
+  if (parameter.group->replicated)
+    return insert(parameter.handle.unsafeGetTensorImpl(), {TrackedTensor::Kind::REPLICATED, &model, &unit, parameter.group, &parameter});
   insert(parameter.handle.unsafeGetTensorImpl(), {TrackedTensor::Kind::PARAMETER, &model, &unit, parameter.group, &parameter});
   auto origin = c10::make_intrusive<Origin>();
   origin->tracked = TrackedTensor{TrackedTensor::Kind::DERIVED, &model, &unit, parameter.group, &parameter};
@@ -106,7 +108,7 @@ void mark_derived(const at::Tensor& tensor, const ShardedParameter& origin) {
 
 bool is_sharded(const at::Tensor& handle) {
   const auto entry = find(handle);
-  return entry && entry->kind == TrackedTensor::Kind::PARAMETER;
+  return entry && (entry->kind == TrackedTensor::Kind::PARAMETER || entry->kind == TrackedTensor::Kind::REPLICATED);
 }
 
 }  // namespace fsdp::registry

@@ -20,11 +20,12 @@ struct Unit;
 
 struct TrackedTensor {
   enum class Kind {
-    PARAMETER,  // the user's handle itself
-    UNSHARDED,  // a tensor on an unsharded buffer: an alias or view of parameters
-    SHARD,      // a tensor on a flat shard
-    GRADIENT,   // a tensor on a shard's gradient
-    DERIVED,    // a tensor with memory of its own, computed from slices
+    PARAMETER,   // the user's handle itself
+    UNSHARDED,   // a tensor on an unsharded buffer: an alias or view of parameters
+    SHARD,       // a tensor on a flat shard
+    GRADIENT,    // a tensor on a shard's gradient
+    REPLICATED,  // the user's handle of a parameter that is whole on every rank
+    DERIVED,     // a tensor with memory of its own, computed from slices
   };
   Kind kind;
   ShardedModel* model;
@@ -45,7 +46,7 @@ void remove_all(const ShardedModel& model);
 void mark_derived(const at::Tensor& tensor, const ShardedParameter& origin);
 
 std::optional<TrackedTensor> find(const at::Tensor& tensor);
-bool is_sharded(const at::Tensor& handle);  // already a parameter of some sharded model
+bool is_sharded(const at::Tensor& handle);  // already a parameter of some sharded model, replicated ones too
 
 }  // namespace registry
 }  // namespace fsdp

@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <cmath>
+
 #include "runtime/access_key.h"
 #include "runtime/gradient_sink.h"
 #include "runtime/registry.h"
@@ -184,6 +186,20 @@ void ShardedModel::receive_gradient(ShardedParameter& parameter, const at::Tenso
   reducer_->receive(parameter, gradient);
 }
 
+bool ShardedModel::set_syncs_gradients(bool syncs) { return syncs_gradients_.exchange(syncs); }
+
+void ShardedModel::set_gradient_divisor(double divisor) {
+  TORCH_CHECK(divisor > 0 && std::isfinite(divisor), "rank ", rank(), ": the gradient divisor must be positive and finite, got ", divisor);
+  std::lock_guard lock(mutex_);
+  reducer_->set_divisor(divisor);
+}
+
+void ShardedModel::drop_held_gradients() {
+  std::lock_guard lock(mutex_);
+  TORCH_CHECK(!in_backward_, "rank ", rank(), ": zero_grad() while backward is running");
+  reducer_->drop_held();
+}
+
 void ShardedModel::shard_was_written(Unit& unit) {
   std::lock_guard lock(mutex_);
   scheduler_->free(unit);
@@ -191,7 +207,7 @@ void ShardedModel::shard_was_written(Unit& unit) {
 
 void ShardedModel::enter_backward() {
   if (std::exchange(in_backward_, true)) return;
-  reducer_->begin_backward();
+  reducer_->begin_backward(syncs_gradients_);
   graph_is_kept_ = torch::autograd::get_current_graph_task_keep_graph();
   torch::autograd::Engine::get_default_engine().queue_callback(
       [guard = std::make_shared<BackwardGuard>(weak_from_this())] { guard->succeeded(); });

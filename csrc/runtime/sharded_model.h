@@ -27,8 +27,10 @@
 namespace fsdp {
 
 struct ShardingOptions {
-  bool sync_from_rank_0 = true;  // values and buffers come from rank 0
-  bool write_through = false;    // operators may write to gathered parameters
+  bool sync_from_rank_0 = true;                               // values and buffers come from rank 0
+  bool write_through = false;                                 // operators may write to gathered parameters
+  std::optional<c10::ScalarType> param_dtype = std::nullopt;  // that activations have, where it is not the parameters' own
+  bool casts_inputs = true;                                   // arguments that are wider than that are cast where they meet parameters
 };
 
 // Throws c10::Error that names the parameter, the reason and the remedy when it cannot be sharded.
@@ -52,6 +54,14 @@ class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
 
   bool computing() const { return brackets_ > 0; }
+  const std::optional<c10::ScalarType>& param_dtype() const { return param_dtype_; }
+  bool casts_inputs() const { return casts_inputs_; }
+
+  // Whether backwards that begin now reduce what they bring, and what is held from before. Returns what was so far.
+  bool set_syncs_gradients(bool syncs);
+  // What the sum of the ranks' gradients is divided by; the world size unless set.
+  void set_gradient_divisor(double divisor);
+  void drop_held_gradients();
   // Brackets nest. Entering the outermost takes over what was assigned to parameters meanwhile, or throws before anything changes.
   void enter_computing();
   void leave_computing() noexcept;
@@ -100,6 +110,9 @@ class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
   std::unique_ptr<Scheduler> scheduler_;
   std::unique_ptr<Reducer> reducer_;
   bool write_through_ = false;
+  std::optional<c10::ScalarType> param_dtype_;
+  bool casts_inputs_ = true;
+  std::atomic<bool> syncs_gradients_{true};
   std::atomic<int> brackets_{0};
   std::atomic<int> writable_summons_{0};
   bool in_backward_ = false;

@@ -46,6 +46,8 @@ std::shared_ptr<ShardedModel> ShardedModel::shard(PlannedModel planned, std::sha
   std::shared_ptr<ShardedModel> model(new ShardedModel(planned.plan, std::move(collectives)));
   model->build_units(planned);
   model->write_through_ = options.write_through;
+  model->param_dtype_ = options.param_dtype;
+  model->casts_inputs_ = options.casts_inputs;
   model->fill_shards(planned, options.sync_from_rank_0);
   model->attach_handles();
   return model;
@@ -105,6 +107,7 @@ void ShardedModel::attach_handles() {
         registry::add(parameter, *this, *unit);
       }
       group->hold_slices();
+      if (group->replicated) continue;  // no operator on it is any concern of the hook
       registry::add(group->unsharded, TrackedTensor::Kind::UNSHARDED, *this, *unit, *group);
       registry::add(group->shard, TrackedTensor::Kind::SHARD, *this, *unit, *group);
       registry::add(group->shard_gradient, TrackedTensor::Kind::GRADIENT, *this, *unit, *group);

@@ -23,6 +23,7 @@ FullyShardedBase::FullyShardedBase(std::shared_ptr<torch::nn::Module> module, co
               ": FullyShardedDataParallel got no module (an empty holder or a null pointer); construct it first");
   WrappedModel wrapped = wrap_model(*module, group, options);
   model_ = std::move(wrapped.model);
+  output_dtype_ = options.mixed_precision.output_dtype;
   for (auto& [name, tensor] : wrapped.parameters) parameters_by_name_.insert(std::move(name), std::move(tensor));
   for (auto& [name, tensor] : wrapped.buffers) buffers_by_name_.insert(std::move(name), std::move(tensor));
   register_module("module", std::move(module));
@@ -51,16 +52,28 @@ ClipResult FullyShardedBase::clip_grad_norm_(double max_norm, double norm_type) 
   return clip_gradients(*model(), parameters(), max_norm, norm_type);
 }
 void FullyShardedBase::clip_grad_value_(double clip_value) { clip_gradient_values(*model(), parameters(), clip_value); }
+NoSync::NoSync(std::shared_ptr<ShardedModel> model) : model_(std::move(model)), before_(model_->set_syncs_gradients(false)) {}
+NoSync::~NoSync() { model_->set_syncs_gradients(before_); }
+
+NoSync FullyShardedBase::no_sync() { return NoSync(model()); }
+void FullyShardedBase::set_gradient_divisor(double divisor) { model()->set_gradient_divisor(divisor); }
+void FullyShardedBase::zero_grad(bool set_to_none) {
+  Module::zero_grad(set_to_none);
+  if (model_) model_->drop_held_gradients();
+}
+
 FullParameters FullyShardedBase::summon_full_params(const SummonOptions& options) { return FullParameters(model_to_run(), options); }
 const Plan& FullyShardedBase::plan() const { return model()->plan(); }
 Stats FullyShardedBase::stats() const { return model()->stats(); }
 
-at::Tensor detail::detach_from_handles(at::Tensor result) {
+at::Tensor detail::as_output(at::Tensor result, const std::optional<c10::ScalarType>& dtype) {
   if (!result.defined()) return result;
-  const auto tracked = registry::find(result);
-  if (!tracked || tracked->kind != TrackedTensor::Kind::PARAMETER || !tracked->model->computing()) return result;
-  WithoutAccessHook no_hook;
-  return tracked->model->alias_of(*tracked->parameter);
+  if (const auto tracked = registry::find(result);
+      tracked && tracked->kind == TrackedTensor::Kind::PARAMETER && tracked->model->computing()) {
+    WithoutAccessHook no_hook;
+    result = tracked->model->alias_of(*tracked->parameter);
+  }
+  return dtype && result.is_floating_point() ? result.to(*dtype) : result;
 }
 
 std::vector<at::Tensor> FullyShardedBase::parameters() const { return parameters_by_name_.values(); }

@@ -48,6 +48,10 @@ std::string first_differences(const std::vector<std::string>& texts) {
 
 void agree_on_plan(comm::Collectives& collectives, const Plan& plan, const FsdpOptions& options, const std::string& refusal) {
   std::string text = fmt::format("{}\n", fmt::join(agreement_lines(plan), "\n"));
+  const auto dtype_name = [](const auto& dtype) { return dtype ? c10::toString(*dtype) : "as it is"; };
+  const auto& precision = options.mixed_precision;
+  text += fmt::format("precision: parameters {}, buffers {}, outputs {}, inputs cast {}\n", dtype_name(precision.param_dtype),
+                      dtype_name(precision.buffer_dtype), dtype_name(precision.output_dtype), precision.cast_forward_inputs);
   text += fmt::format("options: sync_module_states {}, check_order {}, parameter_writes {}, strict budget {}\n", options.sync_module_states,
                       static_cast<int>(options.check_order), static_cast<int>(options.parameter_writes),
                       options.max_unsharded_bytes.has_value());

@@ -42,14 +42,25 @@ void check_disjoint(const ModuleTree& tree, int rank) {
   }
 }
 
-PlannedModel plan_locally(const torch::nn::Module& module, const ModuleTree& tree, const ProcessGroup& group, const FsdpOptions& options,
-                          std::optional<c10::ScalarType> compute_dtype) {
+void check_precision(const MixedPrecision& precision, int rank) {
+  const auto check = [&](const std::optional<c10::ScalarType>& dtype, const char* field) {
+    TORCH_CHECK(!dtype || c10::isFloatingType(*dtype), "rank ", rank, ": MixedPrecision::", field, " is ", *dtype,
+                "; expected a floating dtype, such as torch::kBFloat16 or torch::kFloat");
+  };
+  check(precision.param_dtype, "param_dtype");
+  check(precision.reduce_dtype, "reduce_dtype");
+  check(precision.buffer_dtype, "buffer_dtype");
+  check(precision.output_dtype, "output_dtype");
+}
+
+PlannedModel plan_locally(const torch::nn::Module& module, const ModuleTree& tree, const ProcessGroup& group, const FsdpOptions& options) {
   TORCH_CHECK(!tree.parameters.empty(), "rank ", group.rank(), ": module ", module.name(),
               " registers no parameters, so there is nothing to shard. Tensors and submodules held in plain members are invisible to "
               "LibTorch: register them with register_parameter and register_module");
+  check_precision(options.mixed_precision, group.rank());
   for (const auto& parameter : tree.parameters) check_can_be_sharded(parameter.registrations.front().name, parameter.tensor, group.rank());
   check_disjoint(tree, group.rank());
-  PlannedModel planned = make_plan(tree, select_units(tree, options.auto_wrap_policy), group.world_size(), compute_dtype);
+  PlannedModel planned = make_plan(tree, select_units(tree, options.auto_wrap_policy), group.world_size(), options);
   planned.budget = choose_budget(planned.plan, options, group.rank());
   planned.plan.max_unsharded_bytes = planned.budget.bytes;
   return planned;
@@ -83,13 +94,12 @@ void check_still_wrapped(const torch::nn::Module& module, const torch::OrderedDi
   }
 }
 
-WrappedModel wrap_model(const torch::nn::Module& module, const ProcessGroup& group, const FsdpOptions& options,
-                        std::optional<c10::ScalarType> compute_dtype) {
+WrappedModel wrap_model(const torch::nn::Module& module, const ProcessGroup& group, const FsdpOptions& options) {
   const ModuleTree tree = walk_modules(module);
   PlannedModel planned;
   std::string refusal;
   try {
-    planned = plan_locally(module, tree, group, options, compute_dtype);
+    planned = plan_locally(module, tree, group, options);
   } catch (const c10::Error& error) {
     refusal = error.what_without_backtrace();  // the other ranks are told before this one gives up
   } catch (const std::exception& error) {      // of the user's policy
@@ -101,12 +111,18 @@ WrappedModel wrap_model(const torch::nn::Module& module, const ProcessGroup& gro
 
   if (options.check_order == CheckOrder::ORDER_ALWAYS) group.collectives()->check_always();
 
+  if (const auto dtype = options.mixed_precision.buffer_dtype)
+    for (const auto& buffer : tree.buffers)
+      if (buffer.tensor.is_floating_point()) at::Tensor(buffer.tensor).set_data(buffer.tensor.to(*dtype));
+
   WrappedModel wrapped;
   for (const auto& parameter : tree.parameters) wrapped.parameters.emplace_back(parameter.registrations.front().name, parameter.tensor);
   for (const auto& buffer : tree.buffers) wrapped.buffers.emplace_back(buffer.name, buffer.tensor);
-  wrapped.model = ShardedModel::shard(
-      std::move(planned), group.collectives(),
-      {.sync_from_rank_0 = options.sync_module_states, .write_through = options.parameter_writes == ParameterWrites::WRITE_THROUGH});
+  wrapped.model = ShardedModel::shard(std::move(planned), group.collectives(),
+                                      {.sync_from_rank_0 = options.sync_module_states,
+                                       .write_through = options.parameter_writes == ParameterWrites::WRITE_THROUGH,
+                                       .param_dtype = options.mixed_precision.param_dtype,
+                                       .casts_inputs = options.mixed_precision.cast_forward_inputs});
   return wrapped;
 }
 

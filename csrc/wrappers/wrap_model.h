@@ -25,10 +25,8 @@ struct WrappedModel {
   std::vector<std::pair<std::string, at::Tensor>> buffers;
 };
 
-// All ranks must call. compute_dtype: what floating parameters are gathered in; none keeps each one's own. An error leaves the
-// module as it was.
-WrappedModel wrap_model(const torch::nn::Module& module, const ProcessGroup& group, const FsdpOptions& options,
-                        std::optional<c10::ScalarType> compute_dtype = std::nullopt);
+// All ranks must call. An error leaves the module as it was.
+WrappedModel wrap_model(const torch::nn::Module& module, const ProcessGroup& group, const FsdpOptions& options);
 
 // Throws c10::Error that names the first trainable parameter in the module tree that is not sharded: registered after wrapping, or put in
 // the place of one that is. `wrapped`: the names then.

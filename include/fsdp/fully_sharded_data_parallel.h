@@ -81,6 +81,19 @@ class [[nodiscard]] FSDP_API FullParameters {
   bool write_back_;
 };
 
+/// While one lives, backwards keep whole gradients instead of reducing them: what no_sync returns.
+class [[nodiscard]] FSDP_API NoSync {
+ public:
+  explicit NoSync(std::shared_ptr<ShardedModel> model);
+  ~NoSync();
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  std::shared_ptr<ShardedModel> model_;
+  bool before_;
+};
+
 /// The part of FullyShardedDataParallel that does not depend on the wrapped type.
 class FSDP_API FullyShardedBase : public torch::nn::Module {
  public:
@@ -103,6 +116,20 @@ class FSDP_API FullyShardedBase : public torch::nn::Module {
   /// Brings every element of every gradient into [-clip_value, clip_value]; NaN stays NaN. Not collective. Throws, naming the parameter,
   /// where a complex one has a gradient.
   void clip_grad_value_(double clip_value);
+
+  /// For accumulation over micro-batches. Without it each backward reduces its gradients and adds them to the shards: least memory, one
+  /// reduction per unit and micro-batch. While the result lives, backwards keep whole gradients on each rank and communicate nothing;
+  /// the first backward after it reduces them with its own. Any sequence of both adds up to the same sum. What counts is when backward
+  /// runs, not forward. All ranks must do alike, or get an error that names who does what. `.grad` shows what has been reduced so far;
+  /// the wrapper's zero_grad also drops what is kept, an optimizer's does not.
+  NoSync no_sync();
+
+  /// The sum of the ranks' gradients is divided by this, from now on; the world size unless set. For a loss that is a sum over tokens:
+  /// the number of tokens on all ranks together. All ranks must set the same. Positive and finite.
+  void set_gradient_divisor(double divisor);
+
+  /// Undefines (or zeroes) every .grad and drops whole gradients that no_sync has kept.
+  void zero_grad(bool set_to_none = true) override;
 
   /// Gathers the whole model, or the units named, for as long as the result lives: parameters have their full shape and can be
   /// read by operators and pointers. All ranks must call. Costs the memory of what is summoned.
@@ -130,30 +157,33 @@ class FSDP_API FullyShardedBase : public torch::nn::Module {
   const std::shared_ptr<ShardedModel>& model() const;         // throws after unwrap
   const std::shared_ptr<ShardedModel>& model_to_run() const;  // throws also when the module has got parameters that are not sharded
   void unwrap_parameters();
+  const std::optional<c10::ScalarType>& output_dtype() const { return output_dtype_; }
 
  private:
   friend void shard_optimizer_state(torch::optim::Optimizer& optimizer, const FullyShardedBase& model);
 
   std::shared_ptr<ShardedModel> model_;
+  std::optional<c10::ScalarType> output_dtype_;
   torch::OrderedDict<std::string, at::Tensor> parameters_by_name_;
   torch::OrderedDict<std::string, at::Tensor> buffers_by_name_;
 };
 
 namespace detail {
 
-/// A parameter that forward returns would turn into a slice in the caller's hands; the caller gets an alias that stays whole.
-FSDP_API at::Tensor detach_from_handles(at::Tensor result);
-inline std::vector<at::Tensor> detach_from_handles(std::vector<at::Tensor> results) {
-  for (auto& each : results) each = detach_from_handles(std::move(each));
+/// What forward returned, for the caller: a parameter would turn into a slice in his hands, so he gets an alias that stays whole;
+/// floating tensors become `dtype`, where there is one. Looks into vectors and tuples.
+FSDP_API at::Tensor as_output(at::Tensor result, const std::optional<c10::ScalarType>& dtype);
+inline std::vector<at::Tensor> as_output(std::vector<at::Tensor> results, const std::optional<c10::ScalarType>& dtype) {
+  for (auto& each : results) each = as_output(std::move(each), dtype);
   return results;
 }
 template <class Result>
-Result detach_from_handles(Result&& result) {
+Result as_output(Result&& result, const std::optional<c10::ScalarType>&) {
   return std::forward<Result>(result);
 }
 template <class... Results>
-std::tuple<Results...> detach_from_handles(std::tuple<Results...> results) {
-  std::apply([](auto&... each) { ((each = detach_from_handles(std::move(each))), ...); }, results);
+std::tuple<Results...> as_output(std::tuple<Results...> results, const std::optional<c10::ScalarType>& dtype) {
+  std::apply([&](auto&... each) { ((each = as_output(std::move(each), dtype)), ...); }, results);
   return results;
 }
 
@@ -177,7 +207,7 @@ class FullyShardedDataParallel : public FullyShardedBase {
   template <class... Arguments>
   decltype(auto) forward(Arguments&&... arguments) {
     ComputingBracket bracket(model_to_run());
-    return detail::detach_from_handles(module_->forward(std::forward<Arguments>(arguments)...));
+    return detail::as_output(module_->forward(std::forward<Arguments>(arguments)...), output_dtype());
   }
   template <class... Arguments>
   decltype(auto) operator()(Arguments&&... arguments) {
@@ -203,7 +233,7 @@ class FullyShardedDataParallel : public FullyShardedBase {
     if constexpr (std::is_void_v<std::invoke_result_t<Function, Impl&>>)
       return std::forward<Function>(function)(*module_);
     else
-      return detail::detach_from_handles(std::forward<Function>(function)(*module_));
+      return detail::as_output(std::forward<Function>(function)(*module_), output_dtype());
   }
 
   /// Makes the module plain again: whole parameters (and gradients, where defined) on every rank, no trace of sharding. All ranks must

@@ -3,6 +3,8 @@
 ///     fsdp::FullyShardedDataParallel model(net, group, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1'000'000)});
 #pragma once
 
+#include <fsdp/mixed_precision.h>
+#include <fsdp/parameter_predicate.h>
 #include <fsdp/wrap_policy.h>
 
 #include <cstdint>
@@ -39,6 +41,14 @@ struct FsdpOptions {
   /// Which modules become units. None: one unit for everything, which is whole during forward and backward. Changes memory and
   /// speed, never results.
   WrapPolicy auto_wrap_policy = {};
+
+  /// In what dtypes the model computes and communicates. Changes results.
+  MixedPrecision mixed_precision = {};
+
+  /// Parameters that stay whole on every rank, in their own dtype and shape, within any strategy: small adapters in a large sharded
+  /// model. They start from rank 0's values (sync_module_states), their gradients are averaged over the ranks in buckets while
+  /// backward goes on, and they count once in norms.
+  ParameterPredicate unsharded = {};
 
   /// The most bytes that gathered parameters take at once on each rank, those of gathers under way included; one operator needs the
   /// root unit and its own. More of it saves gathers, never changes results. None: what the strategy says, for FULL_SHARD the root

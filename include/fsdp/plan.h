@@ -27,9 +27,13 @@ struct PlannedParameter {
 struct PlannedGroup {
   c10::ScalarType dtype = c10::ScalarType::Float;          ///< of the shard (master)
   c10::ScalarType compute_dtype = c10::ScalarType::Float;  ///< of the unsharded buffer
+  c10::ScalarType reduce_dtype = c10::ScalarType::Float;   ///< that gradients are summed up in
   bool trainable = true;                                   ///< requires_grad when the model was wrapped
+  bool keeps_master = true;                                ///< false: frozen, kept in compute_dtype only
+  bool kept_wide = false;                                  ///< wider than the model's param_dtype by choice
+  bool replicated = false;                                 ///< whole on every rank
   std::vector<PlannedParameter> parameters;
-  int64_t shard_numel = 0;   ///< elements per rank, padding included
+  int64_t shard_numel = 0;   ///< elements per rank, padding included; all of them where replicated
   int64_t counts_numel = 0;  ///< numbers behind each rank's interval of the gradient buffer
 
   FSDP_API int64_t numel() const;  ///< elements of its parameters, without padding

@@ -130,7 +130,7 @@ TORCH_LIBRARY(fsdp_test, m) {
   m.def("shard(Tensor[] tensors) -> ()", [](std::vector<at::Tensor> tensors) { shard(tensors); });
   m.def("enter() -> ()", &enter);
   m.def("leave() -> ()", &leave);
-  m.def("returned(Tensor tensor) -> Tensor", [](const at::Tensor& tensor) { return fsdp::detail::detach_from_handles(tensor); });
+  m.def("returned(Tensor tensor) -> Tensor", [](const at::Tensor& tensor) { return fsdp::detail::as_output(tensor, std::nullopt); });
   m.def("gradient(int index) -> Tensor?", &gradient);
   m.def("drop() -> ()", &drop);
   m.def("strict(bool on) -> ()", &strict);

@@ -18,7 +18,7 @@ namespace {
 
 std::vector<std::string> observed(const nn::Module& module, const fsdp::WrapPolicy& policy, int world_size = 2) {
   const auto tree = fsdp::walk_modules(module);
-  return fsdp::observe(tree, fsdp::make_plan(tree, fsdp::select_units(tree, policy), world_size, std::nullopt).plan);
+  return fsdp::observe(tree, fsdp::make_plan(tree, fsdp::select_units(tree, policy), world_size).plan);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ namespace {
 
 fsdp::Plan plan_of(const nn::Module& module, const fsdp::WrapPolicy& policy, int world_size = 2) {
   const auto tree = fsdp::walk_modules(module);
-  return fsdp::make_plan(tree, fsdp::select_units(tree, policy), world_size, std::nullopt).plan;
+  return fsdp::make_plan(tree, fsdp::select_units(tree, policy), world_size).plan;
 }
 
 std::vector<std::string> unit_names(const fsdp::Plan& plan) {

@@ -23,7 +23,8 @@ RANKS_TEST("bf16 compute dtype: gradients reach the fp32 shards", "[runtime][qui
     torch::manual_seed(50 * step + rank);
     return torch::randn({5, 6}).to(torch::kBFloat16);
   };
-  auto wrapped = fsdp::wrap_model(*net, group, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1)}, torch::kBFloat16);
+  auto wrapped = fsdp::wrap_model(
+      *net, group, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1), .mixed_precision = {.param_dtype = torch::kBFloat16}});
   torch::optim::AdamW optimizer(net->parameters(), 1e-2), master_optimizer(master->parameters(), 1e-2);
 
   for (int step = 0; step < 4; ++step) {
