@@ -253,16 +253,20 @@ void Scheduler::prefetch() {
 // By unit: how many accesses lie before its next one.
 std::vector<size_t> Scheduler::next_uses() const {
   std::vector<size_t> next(units_.size(), kNotForeseen);
+  std::vector<bool> frozen;
+  for (const auto& unit : units_) frozen.push_back(is_frozen(*unit));
+  const bool some_frozen = std::find(frozen.begin(), frozen.end(), true) != frozen.end();
   bool in_this_step = true;
   for (size_t ahead = 0; ahead < kForesight; ++ahead) {
     const auto symbol = order_.foretold(ahead);
     if (!symbol) break;
     if (*symbol == kEndOfStep) {
+      if (!some_frozen) break;
       in_this_step = false;  // beyond it only frozen units are still there
       continue;
     }
     auto& use = next[unit_of(*symbol)];
-    if (use == kNotForeseen && (in_this_step || is_frozen(*units_[unit_of(*symbol)]))) use = ahead;
+    if (use == kNotForeseen && (in_this_step || frozen[unit_of(*symbol)])) use = ahead;
   }
   return next;
 }

@@ -1,4 +1,5 @@
 // Every collective against a computation by one process that knows what all ranks put in.
+// Sizes that are zero or do not divide, and dtypes that backends differ in (H8): against a serial computation.
 #include "comm/collectives.h"
 #include "support/ranks.h"
 

@@ -194,11 +194,11 @@ void expect_error_everywhere(fsdp::ProcessGroup& pool, const Kind& kind, int ste
 
 }  // namespace
 
-RANKS_TEST("a rank that leaves the order while it is new: named on all ranks", "[wrappers][divergence]", 2, 3) {
+RANKS_TEST("a rank that leaves the order while it is new: named on all ranks", "[wrappers][divergence][B6]", 2, 3) {
   for (const auto& kind : kinds()) expect_error_everywhere(group, kind, 0);
 }
 
-RANKS_TEST("a rank that leaves the known order: named on all ranks", "[wrappers][divergence]", 2, 3, 4) {
+RANKS_TEST("a rank that leaves the known order: named on all ranks", "[wrappers][divergence][B6]", 2, 3, 4) {
   for (const auto& kind : kinds()) expect_error_everywhere(group, kind, 4);
 }
 
