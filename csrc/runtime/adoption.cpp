@@ -8,8 +8,11 @@
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 #include "runtime/access_key.h"
 #include "runtime/gradient_sink.h"
+#include "runtime/reducer.h"
 #include "runtime/registry.h"
 #include "runtime/sharded_model.h"
 
@@ -59,6 +62,25 @@ void ShardedModel::adopt_assigned() {
                            : parameter.handle);
         scheduler_->free(*unit);
       }
+}
+
+void ShardedModel::take_over_assigned(const char* who) {
+  std::lock_guard lock(mutex_);
+  TORCH_CHECK(!computing() && !in_backward_, "rank ", rank(), ": ", who,
+              " while the model is running; call it outside of model(x), model->method(x), model.call, summon_full_params and backward");
+  WithoutAccessHook no_hook;
+  c10::AutoGradMode no_grad(false);
+  for (const auto& unit : units_)
+    for (const auto& group : unit->groups)
+      for (const auto& parameter : group->parameters) check_assigned_gradient(parameter, rank());
+  adopt_assigned();
+  for (const auto& unit : units_)
+    for (const auto& group : unit->groups) {
+      for (auto& parameter : group->parameters) take_over_assigned_gradient(parameter);
+      const auto& parameters = group->parameters;
+      // Else the next bracket would take over once more what has been stepped from by then.
+      if (!std::all_of(parameters.begin(), parameters.end(), lies_in_shard)) group->hold_slices();
+    }
 }
 
 void ShardedModel::unshard_for_good() {

@@ -25,17 +25,25 @@ Existing existing_gradient(const ShardedParameter& parameter) {
   return grad.unsafeGetTensorImpl() == parameter.gradient_slice.unsafeGetTensorImpl() ? Existing::OURS : Existing::ASSIGNED;
 }
 
-void take_over_assigned(ShardedParameter& parameter, int rank) {
+}  // namespace
+
+void check_assigned_gradient(const ShardedParameter& parameter, int rank) {
+  if (existing_gradient(parameter) != Existing::ASSIGNED) return;
   const auto& grad = parameter.handle.grad();
   TORCH_CHECK(grad.sizes() == parameter.gradient_slice.sizes() && grad.scalar_type() == parameter.gradient_slice.scalar_type(), "rank ",
               rank, ": .grad of parameter '", parameter.name, "' was assigned a tensor of shape ", grad.sizes(), " and dtype ",
               grad.scalar_type(), "; a sharded parameter's gradient is this rank's slice, of shape ", parameter.gradient_slice.sizes(),
               " and dtype ", parameter.gradient_slice.scalar_type(),
               ". Assign a tensor like the .grad found there, or call zero_grad() before backward");
-  parameter.gradient_slice.copy_(grad);
 }
 
-}  // namespace
+void take_over_assigned_gradient(ShardedParameter& parameter) {
+  if (existing_gradient(parameter) != Existing::ASSIGNED) return;
+  parameter.group->allocate_shard_gradient();
+  parameter.gradient_slice.copy_(parameter.handle.grad());
+  at::AutoDispatchBelowADInplaceOrView no_views;
+  parameter.handle.mutable_grad() = parameter.gradient_slice;
+}
 
 Reducer::Reducer(CountedCollectives& collectives, std::vector<std::unique_ptr<Unit>>& units)
     : collectives_(collectives), divisor_(collectives.world_size()) {
@@ -151,7 +159,10 @@ void Reducer::add_to_shard(GroupGradient& gradient, ShardedParameter& parameter,
   auto target = group.shard_gradient.narrow(0, part.begin_in_shard, part.length);
   // A gradient reduced earlier in this backward counts as existing, although .grad does not show it yet.
   const Existing existing = gradient.defines[parameter.index] ? Existing::OURS : existing_gradient(parameter);
-  if (existing == Existing::ASSIGNED) take_over_assigned(parameter, group.rank);
+  if (existing == Existing::ASSIGNED) {
+    check_assigned_gradient(parameter, group.rank);
+    parameter.gradient_slice.copy_(parameter.handle.grad());
+  }
   existing == Existing::NONE ? target.copy_(reduced) : target.add_(reduced);
   gradient.defines[parameter.index] = true;
 }

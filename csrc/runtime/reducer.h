@@ -24,6 +24,10 @@
 
 namespace fsdp {
 
+// For a .grad that the user put there: throws where it is no slice of the parameter's; makes it the flat gradient's content.
+void check_assigned_gradient(const ShardedParameter& parameter, int rank);
+void take_over_assigned_gradient(ShardedParameter& parameter);
+
 class Reducer {
  public:
   Reducer(CountedCollectives& collectives, std::vector<std::unique_ptr<Unit>>& units);

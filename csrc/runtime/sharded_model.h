@@ -20,6 +20,7 @@
 
 #include "plan/planner.h"
 #include "runtime/counters.h"
+#include "runtime/gradient_check.h"
 #include "runtime/reducer.h"
 #include "runtime/scheduler.h"
 #include "runtime/unit.h"
@@ -75,6 +76,11 @@ class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
   void dismiss(const std::vector<Unit*>& summoned, bool write_back) noexcept;
   std::vector<Unit*> units_named(const std::vector<std::string>& names) const;  // empty: all. Throws on an unknown name
 
+  // What was assigned to parameters and to .grad since the last step moves into the shards. `who`: for messages. Throws before anything
+  // changes while the model is running, and where something does not fit.
+  void take_over_assigned(const char* who);
+  GradientCheck& gradient_check() { return gradient_check_; }
+
   // Gives the handles plain, whole parameters (and gradients) back. All ranks must call. The model must not be used afterwards.
   void unshard_for_good();
 
@@ -109,6 +115,7 @@ class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<Scheduler> scheduler_;
   std::unique_ptr<Reducer> reducer_;
+  GradientCheck gradient_check_;
   bool write_through_ = false;
   std::optional<c10::ScalarType> param_dtype_;
   bool casts_inputs_ = true;

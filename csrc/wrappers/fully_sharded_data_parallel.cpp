@@ -66,6 +66,8 @@ FullParameters FullyShardedBase::summon_full_params(const SummonOptions& options
 const Plan& FullyShardedBase::plan() const { return model()->plan(); }
 Stats FullyShardedBase::stats() const { return model()->stats(); }
 
+std::shared_ptr<ShardedModel> detail::sharded_model(const FullyShardedBase& model) { return model.model(); }
+
 at::Tensor detail::as_output(at::Tensor result, const std::optional<c10::ScalarType>& dtype) {
   if (!result.defined()) return result;
   if (const auto tracked = registry::find(result);

@@ -1,9 +1,11 @@
 /// Everything of libfsdp. Single headers can be included instead.
 #pragma once
 
+#include <fsdp/adamw.h>
 #include <fsdp/clip_result.h>
 #include <fsdp/distributed_sampler.h>
 #include <fsdp/fully_sharded_data_parallel.h>
+#include <fsdp/lr_schedule.h>
 #include <fsdp/optimizer_state.h>
 #include <fsdp/options.h>
 #include <fsdp/plan.h>

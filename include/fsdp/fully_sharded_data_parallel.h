@@ -46,6 +46,10 @@ struct Unit;
 
 FSDP_API void shard_optimizer_state(torch::optim::Optimizer& optimizer, const FullyShardedBase& model);  // optimizer_state.h
 
+namespace detail {
+FSDP_API std::shared_ptr<ShardedModel> sharded_model(const FullyShardedBase& model);  // for the library's own optimizers
+}
+
 /// While one lives, the model's parameters have their full shape. Brackets nest. What model(x), model-> and call open.
 class FSDP_API ComputingBracket {
  public:
@@ -161,6 +165,7 @@ class FSDP_API FullyShardedBase : public torch::nn::Module {
 
  private:
   friend void shard_optimizer_state(torch::optim::Optimizer& optimizer, const FullyShardedBase& model);
+  friend std::shared_ptr<ShardedModel> detail::sharded_model(const FullyShardedBase& model);
 
   std::shared_ptr<ShardedModel> model_;
   std::optional<c10::ScalarType> output_dtype_;
