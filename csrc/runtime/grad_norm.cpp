@@ -68,11 +68,20 @@ at::Tensor wide_norm(const std::vector<at::Tensor>& parts, double norm_type) {
 }
 
 // Each rank's norm has a place of its own in what is summed. So the largest of all ranks comes by the same collective as their sum, and
-// all ranks combine the same numbers in the same order.
-at::Tensor global_norm(const std::vector<at::Tensor>& gradients, double norm_type, CountedCollectives& collectives) {
-  auto by_rank = at::zeros({collectives.world_size()}, at::kDouble);
+// all ranks combine the same numbers in the same order. What a check of the gradients has found travels with them.
+at::Tensor global_norm(const std::vector<at::Tensor>& gradients, double norm_type, ShardedModel& model) {
+  auto& check = model.gradient_check();
+  auto& collectives = model.collectives();
+  const int64_t ranks = collectives.world_size();
+  const auto device = model.units().front()->groups.front()->shard.device();
+  // Always of this size: ranks that disagree about a check must not send other lengths.
+  auto sums = at::zeros({ranks + 1}, at::dtype(at::kDouble).device(device));
+  auto by_rank = sums.narrow(0, 0, ranks), found = sums.narrow(0, ranks, 1);
   by_rank[collectives.rank()] = wide_norm(gradients, norm_type);
-  collectives.all_reduce(by_rank, "clip_grad_norm_").wait();
+  const bool asked = check.found.defined() && !check.agreed;
+  if (asked) found.copy_(check.found);
+  collectives.all_reduce(sums, "clip_grad_norm_").wait();
+  if (asked) check = {found.to(at::kFloat), true};
   return at::linalg_vector_norm(by_rank, norm_type);
 }
 
@@ -85,7 +94,7 @@ ClipResult clip_gradients(ShardedModel& model, const std::vector<at::Tensor>& pa
   WithoutAccessHook no_hook;
   const auto gradients = defined_gradients(parameters);
   const bool alone = model.world_size() == 1;
-  const auto norm = !alone                      ? global_norm(gradients_to_count(parameters, model.rank()), norm_type, model.collectives())
+  const auto norm = !alone                      ? global_norm(gradients_to_count(parameters, model.rank()), norm_type, model)
                     : has_plain_norm(gradients) ? plain_norm(gradients, norm_type)
                                                 : wide_norm(gradients, norm_type);
   const auto coefficient = at::clamp_max(max_norm / (norm + 1e-6), 1.0);

@@ -5,6 +5,7 @@
 #include <fsdp/clip_result.h>
 #include <fsdp/distributed_sampler.h>
 #include <fsdp/fully_sharded_data_parallel.h>
+#include <fsdp/grad_scaler.h>
 #include <fsdp/lr_schedule.h>
 #include <fsdp/optimizer_state.h>
 #include <fsdp/options.h>
