@@ -89,6 +89,8 @@ TEST_CASE("policies by type and by function choose the modules they name", "[pla
           return m.children().empty() && !m.parameters().empty();
         })).find("embed.token ") == 0);
   CHECK_THROWS_WITH(fsdp::lambda_auto_wrap_policy(nullptr), ContainsSubstring("empty function"));
+  CHECK_THROWS_WITH(fsdp::size_based_auto_wrap_policy(-1),
+                    ContainsSubstring("min_num_params counts elements and must be at least 0, got -1"));
 }
 
 RANKS_TEST("a policy that throws is an error on all ranks", "[plan][errors][quick]", 1, 2) {
