@@ -4,6 +4,7 @@
 #include <fsdp/adamw.h>
 #include <fsdp/clip_result.h>
 #include <fsdp/distributed_sampler.h>
+#include <fsdp/exchange.h>
 #include <fsdp/fully_sharded_data_parallel.h>
 #include <fsdp/grad_scaler.h>
 #include <fsdp/lr_schedule.h>
