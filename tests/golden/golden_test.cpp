@@ -1,0 +1,131 @@
+// Tiny models of Hugging Face's architectures compute and train as PyTorch does. The folders beside this file, and what PyTorch found, were
+// made by make_golden.py.
+#include <fsdp/adamw.h>
+#include <fsdp/exchange.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "models/causal_lm.h"
+#include "models/model_config.h"
+#include "support/ranks.h"
+
+namespace {
+
+using nlohmann::json;
+
+std::string bytes_of(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  EXPECT(file.good(), path << " cannot be read");
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Of a file that is known to be sound: 8 bytes of length, that much JSON, the data.
+std::map<std::string, torch::Tensor> tensors_of(const std::string& path) {
+  const std::string bytes = bytes_of(path);
+  uint64_t length = 0;
+  std::memcpy(&length, bytes.data(), sizeof length);
+  std::map<std::string, torch::Tensor> tensors;
+  const json header = json::parse(bytes.substr(8, length));
+  for (const auto& [name, entry] : header.items()) {
+    if (name == "__metadata__") continue;
+    const auto shape = entry["shape"].get<std::vector<int64_t>>();
+    const auto dtype = entry["dtype"] == "I64" ? torch::kLong : torch::kFloat;
+    auto tensor = torch::empty(shape, dtype);
+    EXPECT(entry["data_offsets"][1].get<uint64_t>() - entry["data_offsets"][0].get<uint64_t>() == tensor.nbytes(), name << " in " << path);
+    std::memcpy(tensor.data_ptr(), bytes.data() + 8 + length + entry["data_offsets"][0].get<uint64_t>(), tensor.nbytes());
+    tensors.emplace(name, tensor);
+  }
+  return tensors;
+}
+
+struct Golden {
+  explicit Golden(const std::string& name)
+      : folder(std::string(FSDP_GOLDEN_FOLDER "/") + name),
+        expected(json::parse(bytes_of(folder + "/expected.json"))),
+        ids(tensors_of(folder + "/batches.safetensors").at("input_ids")) {}
+
+  fsdp::models::CausalLM model() const {
+    auto net = fsdp::models::make_model(fsdp::models::load_config(folder));
+    const auto values = tensors_of(folder + "/model.safetensors");
+    const torch::NoGradGuard no_grad;
+    const auto parameters = net->named_parameters();
+    EXPECT(parameters.size() == values.size(), parameters.size() << " parameters, " << values.size() << " in the file");
+    for (const auto& item : parameters) item.value().detach().copy_(values.at(item.key()));
+    return net;
+  }
+
+  std::string folder;
+  json expected;
+  torch::Tensor ids;  // (steps, global batch, seq_len)
+};
+
+bool is_close(double a, double b, double tolerance) { return std::abs(a - b) <= tolerance; }
+
+// A key's bias moves every score of a query by the same number, which softmax takes out again: its true gradient is zero, and Adam divides
+// rounding noise by its own size. PyTorch against itself, with the batch split in two, moves these by up to 1e-3.
+double tolerance_of(const std::string& name) { return name.ends_with("c_attn.bias") || name.ends_with("k_proj.bias") ? 1e-2 : 1e-4; }
+
+void check_training(fsdp::ProcessGroup& group, const std::string& name, fsdp::ShardingStrategy strategy) {
+  const Golden golden(name);
+  const auto& wanted = golden.expected["full"];
+  const auto& hyper = golden.expected["hyperparameters"];
+  fsdp::FullyShardedDataParallel model(golden.model(), group,
+                                       {.sharding_strategy = strategy, .auto_wrap_policy = fsdp::models::block_policy()});
+  model.eval();
+  fsdp::AdamW optimizer(model, {.lr = hyper["lr"], .eps = hyper["eps"], .weight_decay = hyper["weight_decay"]});
+  const int64_t rows = golden.ids.size(1) / group.world_size();
+  for (int64_t step = 0; step < golden.ids.size(0); ++step) {
+    const auto ids = golden.ids[step].narrow(0, group.rank() * rows, rows);
+    const auto logits = model(ids.narrow(1, 0, ids.size(1) - 1));
+    const auto loss = torch::nn::functional::cross_entropy(logits.flatten(0, 1), ids.narrow(1, 1, ids.size(1) - 1).flatten());
+    loss.backward();
+    const double norm = model.clip_grad_norm_(hyper["max_grad_norm"]).norm;
+    optimizer.step();
+    model.zero_grad();
+    const double mean = fsdp::sum_over_ranks(group, {loss.item<double>()})[0] / group.world_size();
+    const double wanted_loss = wanted["loss"][step], wanted_norm = wanted["grad_norm"][step];
+    EXPECT(is_close(mean, wanted_loss, 1e-5 * wanted_loss), "step " << step << ": loss " << mean << ", PyTorch's " << wanted_loss);
+    EXPECT(is_close(norm, wanted_norm, 1e-4 * wanted_norm), "step " << step << ": norm " << norm << ", PyTorch's " << wanted_norm);
+  }
+  const auto whole = model.summon_full_params();
+  const auto parameters = model.module()->named_parameters();
+  EXPECT(parameters.size() == wanted["final_sum_and_norm"].size(), parameters.size() << " parameters");
+  for (const auto& item : parameters) {
+    const auto values = item.value().detach().to(torch::kDouble);
+    const double sum = values.sum().item<double>(), size = values.norm().item<double>();
+    const double wanted_sum = wanted["final_sum_and_norm"][item.key()][0], wanted_size = wanted["final_sum_and_norm"][item.key()][1];
+    const double tolerance = tolerance_of(item.key()) * wanted_size;
+    EXPECT(is_close(sum, wanted_sum, tolerance), item.key() << ": sum " << sum << ", PyTorch's " << wanted_sum);
+    EXPECT(is_close(size, wanted_size, tolerance), item.key() << ": norm " << size << ", PyTorch's " << wanted_size);
+  }
+}
+
+void check_both(fsdp::ProcessGroup& group, const std::string& name) {
+  check_training(group, name, fsdp::ShardingStrategy::FULL_SHARD);
+  check_training(group, name, fsdp::ShardingStrategy::SHARD_GRAD_OP);
+}
+
+}  // namespace
+
+RANKS_TEST("logits of the golden models", "[golden][quick]", 1) {
+  for (const std::string name : {"llama", "gpt2"}) {
+    const Golden golden(name);
+    const torch::NoGradGuard no_grad;
+    auto net = golden.model();
+    net->eval();
+    const auto logits = net->forward(golden.ids[0])[0][-1];
+    const auto wanted = torch::tensor(golden.expected["logits_batch0_row0_last"].get<std::vector<double>>(), torch::kFloat);
+    const double difference = (logits - wanted).abs().max().item<double>();
+    EXPECT(difference < 1e-4, name << ": logits differ by " << difference);
+  }
+}
+
+RANKS_TEST("20 steps of the golden llama", "[golden]", 1, 2, 3, 4) { check_both(group, "llama"); }
+RANKS_TEST("20 steps of the golden gpt2", "[golden]", 1, 2, 3, 4) { check_both(group, "gpt2"); }
