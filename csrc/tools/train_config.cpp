@@ -1,0 +1,202 @@
+#include "tools/train_config.h"
+
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "models/json_section.h"
+
+namespace fsdp::tools {
+namespace {
+
+using models::JsonSection;
+using nlohmann::json;
+
+// JSON allows a key twice and the parser would keep the last: the person who wrote both means one of them.
+json parse_strictly(const std::string& text) {
+  std::vector<std::set<std::string>> keys;
+  const auto no_twins = [&](int, json::parse_event_t event, json& parsed) {
+    if (event == json::parse_event_t::object_start) keys.emplace_back();
+    if (event == json::parse_event_t::object_end) keys.pop_back();
+    if (event == json::parse_event_t::key)
+      TORCH_CHECK(keys.back().insert(parsed.get<std::string>()).second, "the configuration has the key ", parsed.dump(), " twice");
+    return true;
+  };
+  try {
+    return json::parse(text, no_twins, true, /*ignore_comments=*/false);
+  } catch (const json::parse_error& error) {
+    TORCH_CHECK(false, "the configuration is no JSON: ", error.what());
+  }
+}
+
+void set_override(json& root, const std::string& text) {
+  const auto equals = text.find('=');
+  TORCH_CHECK(equals != std::string::npos && equals > 0, "--set ", text, ": expected key.sub=value");
+  std::string path(1, '/');
+  path += text.substr(0, equals);
+  for (auto& letter : path)
+    if (letter == '.') letter = '/';
+  const std::string value = text.substr(equals + 1);
+  const json parsed = json::parse(value, nullptr, /*allow_exceptions=*/false);
+  try {
+    root[json::json_pointer(path)] = parsed.is_discarded() ? json(value) : parsed;
+  } catch (const json::exception& error) {
+    TORCH_CHECK(false, "--set ", text, ": ", error.what());
+  }
+}
+
+template <class Value>
+Value one_of(const std::string& name, const std::string& got, const std::map<std::string, Value>& known) {
+  const auto found = known.find(got);
+  std::string names;
+  for (const auto& [each, _] : known) names += (names.empty() ? "" : ", ") + each;
+  TORCH_CHECK(found != known.end(), "'", name, "': expected one of ", names, ", got '", got, "'");
+  return found->second;
+}
+
+template <class Number>
+Number at_least(const std::string& name, Number value, Number least) {
+  TORCH_CHECK(value >= least, "'", name, "': expected at least ", least, ", got ", value);
+  return value;
+}
+
+BatchSizes read_batch(JsonSection& root, int64_t world_size) {
+  const auto positive = [&](const char* key) {
+    const auto value = root.take<int64_t>(key);
+    if (value) at_least<int64_t>(key, *value, 1);
+    return value;
+  };
+  auto global = positive("train_batch_size");
+  auto micro = positive("train_micro_batch_size_per_gpu");
+  auto accumulation = positive("gradient_accumulation_steps");
+  TORCH_CHECK(global || micro, "expected 'train_batch_size' or 'train_micro_batch_size_per_gpu', got neither");
+  const auto divided = [&](int64_t by) {
+    TORCH_CHECK(*global % by == 0, "'train_batch_size' is ", *global, ", which cannot be divided by ", by, " (", world_size,
+                " ranks times the micro-batch or accumulation that is given)");
+    return *global / by;
+  };
+  if (global && micro && !accumulation) accumulation = divided(*micro * world_size);
+  if (!accumulation) accumulation = 1;
+  if (global && !micro) micro = divided(*accumulation * world_size);
+  if (!global) global = *micro * *accumulation * world_size;
+  TORCH_CHECK(*global == *micro * *accumulation * world_size, "'train_batch_size' is ", *global, ", but ", *micro,
+              " (train_micro_batch_size_per_gpu) times ", *accumulation, " (gradient_accumulation_steps) times ", world_size, " ranks is ",
+              *micro * *accumulation * world_size);
+  return {*global, *micro, *accumulation};
+}
+
+OptimizerConfig read_optimizer(JsonSection section) {
+  OptimizerConfig config;
+  config.type = one_of<OptimizerType>(section.name_of("type"), section.take_or<std::string>("type", "AdamW"),
+                                      {{"AdamW", OptimizerType::ADAMW}, {"Adam", OptimizerType::ADAM}, {"SGD", OptimizerType::SGD}});
+  if (auto params = section.take_section("params")) {
+    const auto number = [&](const char* key, double& value) {
+      if (const auto given = params->take<double>(key)) value = at_least(params->name_of(key), *given, 0.0);
+    };
+    number("lr", config.lr);
+    number("weight_decay", config.weight_decay);
+    if (config.type == OptimizerType::SGD) {
+      number("momentum", config.momentum);
+    } else {
+      number("eps", config.eps);
+      if (const auto betas = params->take<std::vector<double>>("betas")) {
+        TORCH_CHECK(betas->size() == 2 && betas->at(0) >= 0 && betas->at(0) < 1 && betas->at(1) >= 0 && betas->at(1) < 1, "'",
+                    params->name_of("betas"), "': expected two numbers from 0 to below 1, got ", json(*betas).dump());
+        config.beta1 = betas->at(0);
+        config.beta2 = betas->at(1);
+      }
+      // DeepSpeed's Adam decays like AdamW unless it is told otherwise.
+      if (config.type == OptimizerType::ADAM && params->take_or("adam_w_mode", true)) config.type = OptimizerType::ADAMW;
+    }
+    config.no_decay = params->take_or<std::vector<std::string>>("no_decay", {});
+    params->refuse_rest();
+  }
+  section.refuse_rest();
+  return config;
+}
+
+WarmupSchedule read_schedule(JsonSection section, int64_t max_steps) {
+  WarmupSchedule schedule;
+  const auto type = section.take<std::string>("type");
+  TORCH_CHECK(type, "expected '", section.name_of("type"), "': WarmupLR, WarmupDecayLR or WarmupCosineLR");
+  schedule.type = one_of<ScheduleType>(
+      section.name_of("type"), *type,
+      {{"WarmupLR", ScheduleType::WARMUP}, {"WarmupDecayLR", ScheduleType::WARMUP_DECAY}, {"WarmupCosineLR", ScheduleType::WARMUP_COSINE}});
+  schedule.total_steps = max_steps;
+  if (auto params = section.take_section("params")) {
+    const auto number = [&](const char* key, double& value) {
+      if (const auto given = params->take<double>(key)) value = at_least(params->name_of(key), *given, 0.0);
+    };
+    schedule.warmup_steps =
+        at_least<int64_t>(params->name_of("warmup_num_steps"), params->take_or("warmup_num_steps", schedule.warmup_steps), 0);
+    schedule.warmup_type = one_of<WarmupType>(params->name_of("warmup_type"), params->take_or<std::string>("warmup_type", "log"),
+                                              {{"log", WarmupType::LOG}, {"linear", WarmupType::LINEAR}});
+    if (schedule.type != ScheduleType::WARMUP)
+      schedule.total_steps = at_least<int64_t>(params->name_of("total_num_steps"), params->take_or("total_num_steps", max_steps), 1);
+    if (schedule.type == ScheduleType::WARMUP_COSINE) {
+      number("warmup_min_ratio", schedule.warmup_min_ratio);
+      number("cos_min_ratio", schedule.cos_min_ratio);
+    } else {
+      number("warmup_min_lr", schedule.warmup_min_lr);
+      number("warmup_max_lr", schedule.warmup_max_lr);
+    }
+    params->refuse_rest();
+  }
+  section.refuse_rest();
+  return schedule;
+}
+
+}  // namespace
+
+TrainConfig read_train_config(const std::string& json_text, const std::vector<std::string>& overrides, int world_size) {
+  json document = parse_strictly(json_text);
+  for (const auto& each : overrides) set_override(document, each);
+  JsonSection root(document, "");
+  TrainConfig config;
+
+  auto model = root.take_section("model");
+  TORCH_CHECK(model, "expected 'model' with 'config'");
+  const auto* architecture = model->take_json("config");
+  TORCH_CHECK(architecture && architecture->is_object(), "expected 'model.config', an object as in a Hugging Face config.json");
+  config.model_config = architecture->dump();
+  model->refuse_rest();
+
+  auto data = root.take_section("data");
+  TORCH_CHECK(data, "expected 'data' with 'train' and 'seq_len'");
+  const auto train = data->take<std::string>("train");
+  const auto seq_len = data->take<int64_t>("seq_len");
+  TORCH_CHECK(train, "expected 'data.train', a file of tokens");
+  TORCH_CHECK(seq_len, "expected 'data.seq_len', the number of targets in a row");
+  config.train = *train;
+  config.seq_len = at_least<int64_t>("data.seq_len", *seq_len, 1);
+  config.validation = data->take_or<std::string>("validation", "");
+  data->refuse_rest();
+
+  const auto max_steps = root.take<int64_t>("max_steps");
+  TORCH_CHECK(max_steps, "expected 'max_steps', the number of optimizer steps");
+  config.max_steps = at_least<int64_t>("max_steps", *max_steps, 1);
+  config.seed = at_least<int64_t>("seed", root.take_or<int64_t>("seed", 0), 0);
+  config.eval_every = at_least<int64_t>("eval_every", root.take_or<int64_t>("eval_every", 0), 0);
+  config.metrics_file = root.take_or<std::string>("metrics_file", "");
+  config.batch = read_batch(root, world_size);
+  if (auto section = root.take_section("optimizer")) config.optimizer = read_optimizer(*section);
+  if (auto section = root.take_section("scheduler")) config.schedule = read_schedule(*section, config.max_steps);
+  if (auto section = root.take_section("bf16")) {
+    config.bf16 = section->take_or("enabled", false);
+    section->refuse_rest();
+  }
+  config.gradient_clipping = at_least("gradient_clipping", root.take_or("gradient_clipping", 0.0), 0.0);
+  if (auto section = root.take_section("zero_optimization")) {
+    if (const auto stage = section->take<int64_t>("stage")) {
+      TORCH_CHECK(*stage == 2 || *stage == 3, "'zero_optimization.stage': expected 2 or 3, got ", *stage);
+      config.zero_stage = *stage;
+      config.zero_stage_given = true;
+    }
+    if (const auto live = section->take<int64_t>("stage3_max_live_parameters"))
+      config.max_live_parameters = at_least<int64_t>("zero_optimization.stage3_max_live_parameters", *live, 1);
+    section->refuse_rest();
+  }
+  root.refuse_rest();
+  return config;
+}
+
+}  // namespace fsdp::tools

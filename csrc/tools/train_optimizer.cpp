@@ -1,0 +1,72 @@
+#include "tools/train_optimizer.h"
+
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+
+namespace fsdp::tools {
+namespace {
+
+using Variant = std::variant<AdamW, Adam, torch::optim::SGD>;
+
+ParameterPredicate name_contains_any(const std::vector<std::string>& patterns) {
+  return [patterns](std::string_view name) {
+    return std::any_of(patterns.begin(), patterns.end(), [&](const auto& each) { return name.find(each) != std::string_view::npos; });
+  };
+}
+
+template <class Options>
+FusedAdam<Options> make_adam(const FullyShardedBase& model, const OptimizerConfig& config) {
+  const Options options{config.lr, config.beta1, config.beta2, config.eps, config.weight_decay};
+  if (config.no_decay.empty()) return FusedAdam<Options>(model, options);
+  Options without = options;
+  without.weight_decay = 0;
+  return FusedAdam<Options>(model, {.groups = {{name_contains_any(config.no_decay), without}, {{}, options}}});
+}
+
+torch::optim::SGD make_sgd(const FullyShardedBase& model, const OptimizerConfig& config) {
+  const auto options = torch::optim::SGDOptions(config.lr).momentum(config.momentum);
+  const auto is_without = name_contains_any(config.no_decay);
+  std::vector<at::Tensor> with, without;
+  for (const auto& item : model.named_parameters()) (is_without(item.key()) ? without : with).push_back(item.value());
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  const auto add = [&](std::vector<at::Tensor>& parameters, double decay) {
+    if (!parameters.empty())
+      groups.emplace_back(std::move(parameters),
+                          std::make_unique<torch::optim::SGDOptions>(torch::optim::SGDOptions(options).weight_decay(decay)));
+  };
+  add(with, config.weight_decay);
+  add(without, 0);
+  return torch::optim::SGD(groups, options);
+}
+
+Variant make(const FullyShardedBase& model, const OptimizerConfig& config) {
+  switch (config.type) {
+    case OptimizerType::ADAMW:
+      return make_adam<AdamWOptions>(model, config);
+    case OptimizerType::ADAM:
+      return make_adam<AdamOptions>(model, config);
+    case OptimizerType::SGD:
+      return make_sgd(model, config);
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+}  // namespace
+
+TrainOptimizer::TrainOptimizer(const FullyShardedBase& model, const OptimizerConfig& config) : optimizer_(make(model, config)) {}
+
+void TrainOptimizer::step(double lr) {
+  std::visit(
+      [&](auto& optimizer) {
+        if constexpr (std::is_same_v<std::decay_t<decltype(optimizer)>, torch::optim::SGD>) {
+          for (auto& group : optimizer.param_groups()) static_cast<torch::optim::SGDOptions&>(group.options()).lr(lr);
+        } else {
+          for (size_t group = 0; group < optimizer.groups(); ++group) optimizer.options(group).lr = lr;
+        }
+        optimizer.step();
+      },
+      optimizer_);
+}
+
+}  // namespace fsdp::tools
