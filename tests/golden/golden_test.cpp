@@ -115,7 +115,7 @@ void check_both(fsdp::ProcessGroup& group, const std::string& name) {
 }  // namespace
 
 RANKS_TEST("logits of the golden models", "[golden][quick]", 1) {
-  for (const std::string name : {"llama", "gpt2"}) {
+  for (const std::string name : {"llama", "qwen2", "gpt2"}) {
     const Golden golden(name);
     const torch::NoGradGuard no_grad;
     auto net = golden.model();
@@ -128,4 +128,5 @@ RANKS_TEST("logits of the golden models", "[golden][quick]", 1) {
 }
 
 RANKS_TEST("20 steps of the golden llama", "[golden]", 1, 2, 3, 4) { check_both(group, "llama"); }
+RANKS_TEST("20 steps of the golden qwen2", "[golden]", 1, 2, 3, 4) { check_both(group, "qwen2"); }
 RANKS_TEST("20 steps of the golden gpt2", "[golden]", 1, 2, 3, 4) { check_both(group, "gpt2"); }
