@@ -18,6 +18,7 @@
 #include "runtime/registry.h"
 #include "runtime/sharded_model.h"
 #include "runtime/slice_rules.h"
+#include "runtime/watched_weights.h"
 
 namespace fsdp {
 namespace {
@@ -85,7 +86,7 @@ bool replaces_data(const c10::FunctionSchema& schema) {
   return schema.name() == "aten::_has_compatible_shallow_copy_type" || schema.name() == "aten::set_";
 }
 
-void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+void access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& arguments = schema.arguments();
   const size_t first = stack->size() - arguments.size();
@@ -103,7 +104,11 @@ void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
     visit_tensors(*stack, first, arguments.size(), [&](const at::Tensor& tensor, size_t slot, size_t i) -> std::optional<at::Tensor> {
       if (!tensor.key_set().has(kAccessKey)) return std::nullopt;
       const auto tracked = registry::find(tensor);
-      if (!tracked) return std::nullopt;
+      if (!tracked) {  // a plain model's watched weight; set_data would take the key from it
+        if (slot == 0 && schema.name() == "aten::_has_compatible_shallow_copy_type" && watched_weights::observer_of(tensor))
+          registry::add_access_key((*stack)[first + 1].toTensor());
+        return std::nullopt;
+      }
       const bool is_handle = tracked->kind == TrackedTensor::Kind::PARAMETER;
       const bool is_derived = tracked->kind == TrackedTensor::Kind::DERIVED;
       if (replaces_data(schema)) {  // at rest, the next bracket finds what it brought
@@ -150,6 +155,16 @@ void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
   if (!slices.empty()) check_slice_results(schema, *stack, slices, written_slices);
   for (const auto& [tracked, tensor] : written_gathered) tracked.model->keep_written(*tracked.group, tensor);
   for (const auto& tracked : written_shards) tracked.model->shard_was_written(*tracked.unit);
+}
+
+void on_access(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto product = watched_weights::product_of(op.schema(), *stack);
+  if (!product) return access(op, keys, stack);
+  {
+    watched_weights::WithinProduct within;
+    access(op, keys, stack);
+  }
+  stack->back() = product->observer->after_product(product->input, stack->back().toTensor());
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -15,6 +14,7 @@
 #include "runtime/reducer.h"
 #include "runtime/registry.h"
 #include "runtime/sharded_model.h"
+#include "runtime/watched_weights.h"
 
 namespace fsdp {
 namespace {
@@ -83,34 +83,30 @@ void ShardedModel::take_over_assigned(const char* who) {
     }
 }
 
+at::Tensor ShardedModel::gather_flat(const FlatGroup& group, const at::Tensor& part, const char* purpose) {
+  if (world_size() == 1 || group.replicated) return part;
+  auto whole = at::empty({group.layout.unsharded_numel()}, part.options());
+  if (whole.numel()) collectives_.all_gather(whole, part, group.unit_title + ", " + purpose).wait();
+  return whole;
+}
+
 void ShardedModel::unshard_for_good() {
   std::lock_guard lock(mutex_);
   TORCH_CHECK(!computing() && !in_backward_, "unwrap() while the model is running; call it between steps");
   WithoutAccessHook no_hook;
   c10::AutoGradMode no_grad(false);
   adopt_assigned();
-  const auto gather = [&](const FlatGroup& group, const at::Tensor& part, const char* what) {
-    if (world_size() == 1 || group.replicated) return part.clone();
-    auto whole = at::empty({group.layout.unsharded_numel()}, part.options());
-    if (whole.numel()) collectives_.all_gather(whole, part, group.unit_title + what).wait();
-    return whole;
-  };
-  const auto plain = [](const FlatGroup& group, const ShardedParameter& parameter, const at::Tensor& flat) {
-    auto tensor = at::empty_strided(parameter.full_shape, parameter.full_strides, flat.options());
-    const auto in_order = parameter.memory_order.empty() ? tensor : tensor.permute(parameter.memory_order);
-    in_order.copy_(flat.narrow(0, group.layout.offset(parameter.index), tensor.numel()).view(in_order.sizes()));
-    return tensor;
-  };
   for (const auto& unit : units_)
     for (const auto& group : unit->groups) {
       bool has_gradients = false;  // alike on all ranks
       for (const auto& parameter : group->parameters) has_gradients = has_gradients || parameter.handle.grad().defined();
-      const auto values = gather(*group, group->shard, ", unwrap");
-      const auto gradients = has_gradients ? gather(*group, group->shard_gradient, ", gradients, unwrap") : at::Tensor();
+      const auto values = gather_flat(*group, group->shard, "unwrap");
+      const auto gradients = has_gradients ? gather_flat(*group, group->shard_gradient, "gradients, unwrap") : at::Tensor();
       for (auto& parameter : group->parameters) {
-        parameter.handle.set_data(plain(*group, parameter, values));
+        parameter.handle.set_data(group->plain(parameter, values));
+        watched_weights::keep_watching(parameter.handle);
         torch::autograd::impl::set_grad_accumulator(parameter.handle, {});  // LibTorch makes its own when it needs one
-        if (parameter.handle.grad().defined()) parameter.handle.mutable_grad() = plain(*group, parameter, gradients);
+        if (parameter.handle.grad().defined()) parameter.handle.mutable_grad() = group->plain(parameter, gradients);
       }
     }
   scheduler_->free_all();

@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/CPUAllocator.h>
@@ -150,6 +151,13 @@ at::Tensor FlatGroup::flatten_handles() const {
   auto flat = at::zeros({layout.unsharded_numel()}, at::dtype(dtype));
   for (const auto& p : parameters) flat.narrow(0, layout.offset(p.index), p.handle.numel()).copy_(p.in_memory_order(p.handle));
   return flat;
+}
+
+at::Tensor FlatGroup::plain(const ShardedParameter& p, const at::Tensor& flat) const {
+  auto tensor = at::empty_strided(p.full_shape, p.full_strides, flat.options());
+  const auto in_order = p.memory_order.empty() ? tensor : tensor.permute(p.memory_order);
+  in_order.copy_(flat.narrow(0, layout.offset(p.index), tensor.numel()).view(in_order.sizes()));
+  return tensor;
 }
 
 void FlatGroup::hold_full() { hold(&ShardedParameter::full); }

@@ -76,7 +76,8 @@ struct FlatGroup {
   // Fills `shard` from the handles' plain values. `flat` (N·S, dtype), when given, holds all ranks' values instead.
   void fill_shard_from_handles();
   void fill_shard_from(const at::Tensor& flat);
-  at::Tensor flatten_handles() const;  // (N·S) dtype, padding zero
+  at::Tensor plain(const ShardedParameter& parameter, const at::Tensor& flat) const;  // out of `flat` (N·S), in memory of its own
+  at::Tensor flatten_handles() const;                                                 // (N·S) dtype, padding zero
 
   // The one place where a handle's content changes. REQUIRES: the access hook is off (WithoutAccessHook).
   void hold_full();

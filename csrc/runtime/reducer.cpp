@@ -48,13 +48,15 @@ void take_over_assigned_gradient(ShardedParameter& parameter) {
 Reducer::Reducer(CountedCollectives& collectives, std::vector<std::unique_ptr<Unit>>& units)
     : collectives_(collectives), divisor_(collectives.world_size()) {
   for (const auto& unit : units)
-    for (const auto& group : unit->groups) {
-      GroupGradient gradient;
-      gradient.group = group.get();
-      gradient.has.assign(group->parameters.size(), false);
-      gradient.defines.assign(group->parameters.size(), false);
-      gradients_.push_back(std::move(gradient));
-    }
+    for (const auto& group : unit->groups) add(*group);
+}
+
+void Reducer::add(FlatGroup& group) {
+  GroupGradient gradient;
+  gradient.group = &group;
+  gradient.has.assign(group.parameters.size(), false);
+  gradient.defines.assign(group.parameters.size(), false);
+  gradients_.push_back(std::move(gradient));
 }
 
 Reducer::GroupGradient& Reducer::of(const FlatGroup& group) {

@@ -32,6 +32,8 @@ class Reducer {
  public:
   Reducer(CountedCollectives& collectives, std::vector<std::unique_ptr<Unit>>& units);
 
+  void add(FlatGroup& group);  // behind those that are there. REQUIRES: no backward is under way
+
   // Reads from the current graph task which gradients it will bring. REQUIRES: called inside the graph task.
   void begin_backward(bool syncs);
   void receive(ShardedParameter& parameter, const at::Tensor& gradient);  // undefined: this rank has none

@@ -90,6 +90,11 @@ void remove_all(const ShardedModel& model) {
   });
 }
 
+void add_access_key(const at::Tensor& tensor) {
+  auto& impl = *tensor.unsafeGetTensorImpl();
+  if (!impl.key_set().has(kAccessKey)) Keys::add(impl, kAccessKey);
+}
+
 std::optional<TrackedTensor> find(const at::Tensor& tensor) {
   std::shared_lock lock(table().mutex);
   return find_locked(tensor);
@@ -100,7 +105,7 @@ void mark_derived(const at::Tensor& tensor, const ShardedParameter& origin) {
   auto& impl = *tensor.unsafeGetTensorImpl();
   const auto tracked = find_locked(tensor);
   const bool has_name = tracked && tracked->parameter;
-  if (!impl.key_set().has(kAccessKey)) Keys::add(impl, kAccessKey);
+  add_access_key(tensor);
   if (has_name) return;
   const auto found = table().origins.find(&origin);
   if (found != table().origins.end()) impl.set_backend_meta(found->second);

@@ -45,6 +45,9 @@ void remove_all(const ShardedModel& model);
 // belongs to the tensor object and its copies (detach, data, set_data), not to an address, and ends with remove_all.
 void mark_derived(const at::Tensor& tensor, const ShardedParameter& origin);
 
+// The access key alone: operators on `tensor` and its views pass the access hook from now on.
+void add_access_key(const at::Tensor& tensor);
+
 std::optional<TrackedTensor> find(const at::Tensor& tensor);
 bool is_sharded(const at::Tensor& handle);  // already a parameter of some sharded model, replicated ones too
 

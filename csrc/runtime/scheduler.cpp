@@ -24,7 +24,8 @@ Phase phase_of(uint64_t symbol) { return static_cast<Phase>(symbol % kPhases); }
 
 bool is_frozen(const Unit& unit) {
   return std::all_of(unit.groups.begin(), unit.groups.end(), [](const auto& group) {
-    return std::none_of(group->parameters.begin(), group->parameters.end(), [](const auto& p) { return p.handle.requires_grad(); });
+    return group->replicated ||
+           std::none_of(group->parameters.begin(), group->parameters.end(), [](const auto& p) { return p.handle.requires_grad(); });
   });
 }
 

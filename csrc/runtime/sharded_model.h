@@ -81,6 +81,14 @@ class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
   void take_over_assigned(const char* who);
   GradientCheck& gradient_check() { return gradient_check_; }
 
+  // All ranks' `part` (S) as one tensor (N·S): the group's shard or something as large. All ranks must call; where the group is whole
+  // already, it is `part` itself.
+  at::Tensor gather_flat(const FlatGroup& group, const at::Tensor& part, const char* purpose);
+
+  // Further parameters that are whole on every rank, into a model that exists; values come from rank 0. All ranks must call, between
+  // steps, with the same. REQUIRES: `planned` has one unit with replicated groups only; check_can_be_sharded of every tensor.
+  void add_replicas(const PlannedModel& planned);
+
   // Gives the handles plain, whole parameters (and gradients) back. All ranks must call. The model must not be used afterwards.
   void unshard_for_good();
 
@@ -100,7 +108,9 @@ class ShardedModel : public std::enable_shared_from_this<ShardedModel> {
   ShardedModel(Plan plan, std::shared_ptr<comm::Collectives> collectives);
   void build_units(const PlannedModel& planned);
   void fill_shards(const PlannedModel& planned, bool sync_from_rank_0);
+  void fill_shard(FlatGroup& group, bool from_rank_0);
   void attach_handles();
+  void attach_handles(Unit& unit, FlatGroup& group);
   void check_adoptable() const;
   void adopt_assigned();
   void drop_unused_aliases();

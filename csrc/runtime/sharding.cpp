@@ -12,6 +12,7 @@
 #include "runtime/gradient_sink.h"
 #include "runtime/registry.h"
 #include "runtime/sharded_model.h"
+#include "runtime/watched_weights.h"
 
 namespace fsdp {
 
@@ -68,18 +69,17 @@ void ShardedModel::build_units(const PlannedModel& planned) {
   reducer_ = std::make_unique<Reducer>(collectives_, units_);
 }
 
+void ShardedModel::fill_shard(FlatGroup& group, bool from_rank_0) {
+  if (!from_rank_0 || group.layout.unsharded_numel() == 0) return group.fill_shard_from_handles();
+  auto flat = rank() == 0 ? group.flatten_handles() : at::zeros({group.layout.unsharded_numel()}, at::dtype(group.dtype));
+  collectives_.broadcast(flat, 0, group.unit_title + ", wrap").wait();
+  group.fill_shard_from(flat);
+}
+
 void ShardedModel::fill_shards(const PlannedModel& planned, bool sync_from_rank_0) {
   const bool broadcast = sync_from_rank_0 && world_size() > 1;
   for (const auto& unit : units_)
-    for (const auto& group : unit->groups) {
-      if (!broadcast || group->layout.unsharded_numel() == 0) {
-        group->fill_shard_from_handles();
-        continue;
-      }
-      auto flat = rank() == 0 ? group->flatten_handles() : at::zeros({group->layout.unsharded_numel()}, at::dtype(group->dtype));
-      collectives_.broadcast(flat, 0, unit->title + ", wrap").wait();
-      group->fill_shard_from(flat);
-    }
+    for (const auto& group : unit->groups) fill_shard(*group, broadcast);
   if (!broadcast) return;
   std::map<c10::ScalarType, std::vector<at::Tensor>> by_dtype;
   for (const auto& buffer : planned.buffers)
@@ -99,19 +99,43 @@ void ShardedModel::fill_shards(const PlannedModel& planned, bool sync_from_rank_
 
 void ShardedModel::attach_handles() {
   for (const auto& unit : units_)
-    for (const auto& group : unit->groups) {
-      group->hold_full();  // a sink records shape and dtype of the computing state
-      for (auto& parameter : group->parameters) {
-        if (c10::isFloatingType(group->dtype) || c10::isComplexType(group->dtype))
-          parameter.sink = std::make_shared<GradientSink>(parameter, weak_from_this());
-        registry::add(parameter, *this, *unit);
-      }
-      group->hold_slices();
-      if (group->replicated) continue;  // no operator on it is any concern of the hook
-      registry::add(group->unsharded, TrackedTensor::Kind::UNSHARDED, *this, *unit, *group);
-      registry::add(group->shard, TrackedTensor::Kind::SHARD, *this, *unit, *group);
-      registry::add(group->shard_gradient, TrackedTensor::Kind::GRADIENT, *this, *unit, *group);
-    }
+    for (const auto& group : unit->groups) attach_handles(*unit, *group);
+}
+
+void ShardedModel::attach_handles(Unit& unit, FlatGroup& group) {
+  group.hold_full();  // a sink records shape and dtype of the computing state
+  for (auto& parameter : group.parameters) {
+    if (c10::isFloatingType(group.dtype) || c10::isComplexType(group.dtype))
+      parameter.sink = std::make_shared<GradientSink>(parameter, weak_from_this());
+    registry::add(parameter, *this, unit);
+  }
+  group.hold_slices();
+  if (group.replicated) {  // no operator on it is any concern of the hook, but that of an adapter's products
+    for (const auto& parameter : group.parameters) watched_weights::keep_watching(parameter.handle);
+    return;
+  }
+  registry::add(group.unsharded, TrackedTensor::Kind::UNSHARDED, *this, unit, group);
+  registry::add(group.shard, TrackedTensor::Kind::SHARD, *this, unit, group);
+  registry::add(group.shard_gradient, TrackedTensor::Kind::GRADIENT, *this, unit, group);
+}
+
+void ShardedModel::add_replicas(const PlannedModel& planned) {
+  std::lock_guard lock(mutex_);
+  TORCH_CHECK(!computing() && !in_backward_, "rank ", rank(),
+              ": parameters cannot be added while the model is running; do it between steps");
+  c10::InferenceMode not_inference(false);
+  c10::AutoGradMode no_grad(false);
+  WithoutAccessHook no_hook;
+  auto& unit = *units_.front();
+  const auto& groups = planned.plan.units.front().groups;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    auto group = std::make_unique<FlatGroup>(unit.title, groups[g], planned.tensors.front()[g], world_size(), rank());
+    fill_shard(*group, world_size() > 1);
+    attach_handles(unit, *group);
+    reducer_->add(*group);
+    unit.groups.push_back(std::move(group));
+    plan_.units.front().groups.push_back(groups[g]);
+  }
 }
 
 }  // namespace fsdp

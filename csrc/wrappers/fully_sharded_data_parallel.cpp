@@ -1,5 +1,6 @@
 #include <fsdp/fully_sharded_data_parallel.h>
 
+#include "plan/planner.h"
 #include "runtime/access_key.h"
 #include "runtime/grad_norm.h"
 #include "runtime/registry.h"
@@ -67,6 +68,18 @@ const Plan& FullyShardedBase::plan() const { return model()->plan(); }
 Stats FullyShardedBase::stats() const { return model()->stats(); }
 
 std::shared_ptr<ShardedModel> detail::sharded_model(const FullyShardedBase& model) { return model.model(); }
+
+void detail::add_unsharded(FullyShardedBase& model, const std::vector<std::pair<std::string, at::Tensor>>& parameters) {
+  ModuleTree tree;
+  tree.nodes.emplace_back();
+  for (const auto& [name, tensor] : parameters) {
+    check_can_be_sharded(name, tensor, model.model()->rank());
+    tree.parameters.push_back({tensor, {{name, {0}}}, false});
+    tree.nodes.front().parameters.push_back(static_cast<int>(tree.parameters.size()) - 1);
+  }
+  model.model()->add_replicas(make_plan(tree, {true}, model.model()->world_size(), {.unsharded = [](std::string_view) { return true; }}));
+  for (const auto& [name, tensor] : parameters) model.parameters_by_name_.insert(name, tensor);
+}
 
 at::Tensor detail::as_output(at::Tensor result, const std::optional<c10::ScalarType>& dtype) {
   if (!result.defined()) return result;

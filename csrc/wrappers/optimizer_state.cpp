@@ -13,8 +13,8 @@
 #include <string_view>
 #include <vector>
 
+#include "comm/agreement.h"
 #include "runtime/sharded_model.h"
-#include "wrappers/agreement.h"
 
 namespace fsdp {
 namespace {
@@ -63,7 +63,7 @@ constexpr const char* kAnything = "-";  // compares equal to all: a rank that ho
 std::string hash_of_values(const at::Tensor& tensor) {
   const auto plain = tensor.contiguous();
   const std::string_view bytes(static_cast<const char*>(plain.const_data_ptr()), plain.nbytes());
-  return hash_of(bytes);
+  return comm::hash_of(bytes);
 }
 
 Findings search(optim::Optimizer& optimizer, const ShardedModel& model) {
@@ -112,7 +112,7 @@ bool agree(const std::string& line, const std::string& other) {
 
 // Throws on all ranks when one refuses or holds other state: its slices would belong to another history than its neighbours'.
 void agree_on_state(ShardedModel& model, const std::string& lines, const std::string& refusal) {
-  const auto answers = exchange_or_refuse(model.collectives().seam(), "optimizer state", lines, refusal, "shard its optimizer state");
+  const auto answers = comm::exchange_or_refuse(model.collectives().seam(), "optimizer state", lines, refusal, "shard its optimizer state");
   if (answers.empty()) return;
   std::vector<std::vector<std::string>> by_rank;
   for (const auto& answer : answers) by_rank.push_back(split(answer, '\n'));

@@ -8,8 +8,8 @@
 #include <map>
 #include <sstream>
 
+#include "comm/agreement.h"
 #include "plan/planner.h"
-#include "wrappers/agreement.h"
 
 namespace fsdp {
 namespace {
@@ -55,7 +55,8 @@ void agree_on_plan(comm::Collectives& collectives, const Plan& plan, const FsdpO
   text += fmt::format("options: sync_module_states {}, check_order {}, parameter_writes {}, strict budget {}\n", options.sync_module_states,
                       static_cast<int>(options.check_order), static_cast<int>(options.parameter_writes),
                       options.max_unsharded_bytes.has_value());
-  const auto answers = exchange_or_refuse(collectives, "plan of a model being wrapped", hash_of(text), refusal, "wrap the model");
+  const auto answers =
+      comm::exchange_or_refuse(collectives, "plan of a model being wrapped", comm::hash_of(text), refusal, "wrap the model");
   if (std::all_of(answers.begin(), answers.end(), [&](const std::string& hash) { return hash == answers.front(); })) return;
   const auto texts = collectives.exchange("differing plans of a model being wrapped", text);
   TORCH_CHECK(false, "rank ", collectives.rank(),

@@ -8,6 +8,7 @@
 #include "plan/budget.h"
 #include "plan/observations.h"
 #include "plan/planner.h"
+#include "plan/registered_parameters.h"
 #include "plan/unit_selection.h"
 #include "runtime/registry.h"
 #include "wrappers/plan_agreement.h"
@@ -65,13 +66,6 @@ PlannedModel plan_locally(const torch::nn::Module& module, const ModuleTree& tre
   planned.plan.max_unsharded_bytes = planned.budget.bytes;
   return planned;
 }
-
-// The dictionary itself: named_parameters() would copy every tensor and name at each call.
-struct RegisteredParameters : torch::nn::Module {
-  static const torch::OrderedDict<std::string, at::Tensor>& of(const torch::nn::Module& module) {
-    return module.*&RegisteredParameters::parameters_;
-  }
-};
 
 bool is_left_out(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad() && !registry::is_sharded(tensor); }
 

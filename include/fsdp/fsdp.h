@@ -7,6 +7,7 @@
 #include <fsdp/exchange.h>
 #include <fsdp/fully_sharded_data_parallel.h>
 #include <fsdp/grad_scaler.h>
+#include <fsdp/lora.h>
 #include <fsdp/lr_schedule.h>
 #include <fsdp/optimizer_state.h>
 #include <fsdp/options.h>

@@ -48,7 +48,9 @@ FSDP_API void shard_optimizer_state(torch::optim::Optimizer& optimizer, const Fu
 
 namespace detail {
 FSDP_API std::shared_ptr<ShardedModel> sharded_model(const FullyShardedBase& model);  // for the library's own optimizers
-}
+// Parameters that the model's modules have got since it was wrapped: whole on every rank, with rank 0's values. All ranks must call.
+void add_unsharded(FullyShardedBase& model, const std::vector<std::pair<std::string, at::Tensor>>& parameters);
+}  // namespace detail
 
 /// While one lives, the model's parameters have their full shape. Brackets nest. What model(x), model-> and call open.
 class FSDP_API ComputingBracket {
@@ -166,6 +168,7 @@ class FSDP_API FullyShardedBase : public torch::nn::Module {
  private:
   friend void shard_optimizer_state(torch::optim::Optimizer& optimizer, const FullyShardedBase& model);
   friend std::shared_ptr<ShardedModel> detail::sharded_model(const FullyShardedBase& model);
+  friend void detail::add_unsharded(FullyShardedBase& model, const std::vector<std::pair<std::string, at::Tensor>>& parameters);
 
   std::shared_ptr<ShardedModel> model_;
   std::optional<c10::ScalarType> output_dtype_;

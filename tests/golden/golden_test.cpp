@@ -2,6 +2,7 @@
 // made by make_golden.py.
 #include <fsdp/adamw.h>
 #include <fsdp/exchange.h>
+#include <fsdp/lora.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -72,12 +73,41 @@ bool is_close(double a, double b, double tolerance) { return std::abs(a - b) <= 
 // rounding noise by its own size. PyTorch against itself, with the batch split in two, moves these by up to 1e-3.
 double tolerance_of(const std::string& name) { return name.ends_with("c_attn.bias") || name.ends_with("k_proj.bias") ? 1e-2 : 1e-4; }
 
-void check_training(fsdp::ProcessGroup& group, const std::string& name, fsdp::ShardingStrategy strategy) {
+enum class Kind { FULL, LORA };
+
+// PEFT's name of an adapter's parameter: in its files, or, with its default adapter's name inside, in its modules.
+std::string peft_name(const std::string& name, const char* infix) { return "base_model.model." + name + infix + ".weight"; }
+
+// With the adapter from the folder, attached to the plain model.
+void attach_adapter(const Golden& golden, fsdp::models::CausalLMImpl& net) {
+  const json config = json::parse(bytes_of(golden.folder + "/adapter/adapter_config.json"));
+  fsdp::lora::attach(net, {.r = config["r"],
+                           .alpha = config["lora_alpha"],
+                           .dropout = config["lora_dropout"],
+                           .target_modules = config["target_modules"],
+                           .fan_in_fan_out = config["fan_in_fan_out"]});
+  const auto values = tensors_of(golden.folder + "/adapter/adapter_model.safetensors");
+  const torch::NoGradGuard no_grad;
+  size_t found = 0;
+  for (const auto& item : net.named_parameters()) {
+    if (!item.value().requires_grad()) continue;
+    item.value().detach().copy_(values.at(peft_name(item.key(), "")));
+    ++found;
+  }
+  EXPECT(found == values.size(), found << " adapter parameters, " << values.size() << " in the file");
+}
+
+void check_training(fsdp::ProcessGroup& group, const std::string& name, fsdp::ShardingStrategy strategy, Kind kind) {
   const Golden golden(name);
-  const auto& wanted = golden.expected["full"];
+  const auto& wanted = golden.expected[kind == Kind::FULL ? "full" : "lora"];
   const auto& hyper = golden.expected["hyperparameters"];
-  fsdp::FullyShardedDataParallel model(golden.model(), group,
-                                       {.sharding_strategy = strategy, .auto_wrap_policy = fsdp::models::block_policy()});
+  auto net = golden.model();
+  fsdp::FsdpOptions options{.sharding_strategy = strategy, .auto_wrap_policy = fsdp::models::block_policy()};
+  if (kind == Kind::LORA) {
+    attach_adapter(golden, *net);
+    options.unsharded = fsdp::name_contains("lora_");
+  }
+  fsdp::FullyShardedDataParallel model(net, group, options);
   model.eval();
   fsdp::AdamW optimizer(model, {.lr = hyper["lr"], .eps = hyper["eps"], .weight_decay = hyper["weight_decay"]});
   const int64_t rows = golden.ids.size(1) / group.world_size();
@@ -95,21 +125,25 @@ void check_training(fsdp::ProcessGroup& group, const std::string& name, fsdp::Sh
     EXPECT(is_close(norm, wanted_norm, 1e-4 * wanted_norm), "step " << step << ": norm " << norm << ", PyTorch's " << wanted_norm);
   }
   const auto whole = model.summon_full_params();
-  const auto parameters = model.module()->named_parameters();
-  EXPECT(parameters.size() == wanted["final_sum_and_norm"].size(), parameters.size() << " parameters");
-  for (const auto& item : parameters) {
+  size_t compared = 0;
+  for (const auto& item : model.module()->named_parameters()) {
+    if (!item.value().requires_grad()) continue;
+    const auto key = kind == Kind::FULL ? item.key() : peft_name(item.key(), ".default");
+    EXPECT(wanted["final_sum_and_norm"].contains(key), key << " is not among PyTorch's");
+    ++compared;
     const auto values = item.value().detach().to(torch::kDouble);
     const double sum = values.sum().item<double>(), size = values.norm().item<double>();
-    const double wanted_sum = wanted["final_sum_and_norm"][item.key()][0], wanted_size = wanted["final_sum_and_norm"][item.key()][1];
+    const double wanted_sum = wanted["final_sum_and_norm"][key][0], wanted_size = wanted["final_sum_and_norm"][key][1];
     const double tolerance = tolerance_of(item.key()) * wanted_size;
-    EXPECT(is_close(sum, wanted_sum, tolerance), item.key() << ": sum " << sum << ", PyTorch's " << wanted_sum);
-    EXPECT(is_close(size, wanted_size, tolerance), item.key() << ": norm " << size << ", PyTorch's " << wanted_size);
+    EXPECT(is_close(sum, wanted_sum, tolerance), key << ": sum " << sum << ", PyTorch's " << wanted_sum);
+    EXPECT(is_close(size, wanted_size, tolerance), key << ": norm " << size << ", PyTorch's " << wanted_size);
   }
+  EXPECT(compared == wanted["final_sum_and_norm"].size(), compared << " parameters trained");
 }
 
-void check_both(fsdp::ProcessGroup& group, const std::string& name) {
-  check_training(group, name, fsdp::ShardingStrategy::FULL_SHARD);
-  check_training(group, name, fsdp::ShardingStrategy::SHARD_GRAD_OP);
+void check_both(fsdp::ProcessGroup& group, const std::string& name, Kind kind = Kind::FULL) {
+  check_training(group, name, fsdp::ShardingStrategy::FULL_SHARD, kind);
+  check_training(group, name, fsdp::ShardingStrategy::SHARD_GRAD_OP, kind);
 }
 
 }  // namespace
@@ -130,3 +164,5 @@ RANKS_TEST("logits of the golden models", "[golden][quick]", 1) {
 RANKS_TEST("20 steps of the golden llama", "[golden]", 1, 2, 3, 4) { check_both(group, "llama"); }
 RANKS_TEST("20 steps of the golden qwen2", "[golden]", 1, 2, 3, 4) { check_both(group, "qwen2"); }
 RANKS_TEST("20 steps of the golden gpt2", "[golden]", 1, 2, 3, 4) { check_both(group, "gpt2"); }
+RANKS_TEST("20 steps of LoRA on the golden llama", "[golden]", 1, 2, 3, 4) { check_both(group, "llama", Kind::LORA); }
+RANKS_TEST("20 steps of LoRA on the golden gpt2", "[golden]", 1, 2, 3, 4) { check_both(group, "gpt2", Kind::LORA); }

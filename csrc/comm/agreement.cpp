@@ -1,17 +1,17 @@
-#include "wrappers/agreement.h"
+#include "comm/agreement.h"
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <xxhash.h>
 
-namespace fsdp {
+namespace fsdp::comm {
 
 std::string hash_of(std::string_view bytes) {
   const XXH128_hash_t hash = XXH3_128bits(bytes.data(), bytes.size());
   return fmt::format("{:016x}{:016x}", hash.high64, hash.low64);
 }
 
-std::vector<std::string> exchange_or_refuse(comm::Collectives& collectives, const std::string& topic, const std::string& text,
+std::vector<std::string> exchange_or_refuse(Collectives& collectives, const std::string& topic, const std::string& text,
                                             const std::string& refusal, const char* action) {
   if (collectives.world_size() == 1) {
     TORCH_CHECK(refusal.empty(), refusal);
@@ -25,4 +25,4 @@ std::vector<std::string> exchange_or_refuse(comm::Collectives& collectives, cons
   return answers;
 }
 
-}  // namespace fsdp
+}  // namespace fsdp::comm

@@ -7,7 +7,7 @@
 
 #include "comm/collectives.h"
 
-namespace fsdp {
+namespace fsdp::comm {
 
 // XXH3 of the bytes, 128 bits in hexadecimal: for comparing what is too long to exchange.
 std::string hash_of(std::string_view bytes);
@@ -15,7 +15,7 @@ std::string hash_of(std::string_view bytes);
 // Every rank's text, in rank order. All ranks must call, also one that found that it cannot go on: `refusal` says why (empty: it can), is
 // thrown here, and reaches the others as "another rank cannot `action`: ...". At world size 1 nothing is communicated and there are no
 // texts to compare: returns an empty list.
-std::vector<std::string> exchange_or_refuse(comm::Collectives& collectives, const std::string& topic, const std::string& text,
+std::vector<std::string> exchange_or_refuse(Collectives& collectives, const std::string& topic, const std::string& text,
                                             const std::string& refusal, const char* action);
 
-}  // namespace fsdp
+}  // namespace fsdp::comm
