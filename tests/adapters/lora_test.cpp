@@ -242,7 +242,9 @@ RANKS_TEST("a small budget gathers a frozen base twice per micro-batch", "[adapt
   EXPECT(recorded.log->count("all_gather") == 6, recorded.log->text());
 }
 
-RANKS_TEST("adapters attached to a wrapped model are the same on all ranks and train as in the plain model", "[adapters][quick]", 1, 2, 3) {
+// Each rank drew its own adapters, trained them alone, and rank 0's were saved; no loss could show it.
+RANKS_TEST("F6: adapters attached to a wrapped model are the same on all ranks and train as in the plain model", "[adapters][quick]", 1, 2,
+           3) {
   constexpr int kMicro = 2;
   torch::manual_seed(11);
   const auto make = [] { return std::make_shared<TiedGptImpl>(2); };
