@@ -35,6 +35,14 @@ constexpr const char* kGloo = "gloo";
 constexpr milliseconds kSlice{20};
 constexpr milliseconds kEnd{1000};
 
+// LibTorch's flight recorder keeps one map of all groups of the process and grows it without a lock when a group begins its first operation
+// (FlightRecorder::recordWithResetEnabled, as of 2.11): two threads with a group each would tear it. So operations begin one at a time;
+// they run as before. NCCL's are left out: the first of a group waits for the other ranks, which may be waiting in another group.
+std::mutex& beginning() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
 // What went wrong, without the place in Gloo's source that its messages begin with: "[.../gloo/transport/tcp/pair.cc:547] Connection ...".
 std::string reason_of(const std::exception& error) {
   const auto* named = dynamic_cast<const c10::Error*>(&error);
@@ -255,7 +263,7 @@ class C10dCollectives final : public Collectives {
       case Operation::BROADCAST:
         return broadcast(request.output, request.root);
       case Operation::BARRIER:
-        return work({group_->barrier()});
+        return work({begin([](auto& group) { return group.barrier(); })});
     }
     TORCH_INTERNAL_ASSERT(false, "unknown operation");
   }
@@ -265,7 +273,7 @@ class C10dCollectives final : public Collectives {
   std::vector<std::string> exchange_texts(const std::string&, const std::string& text) override {
     const auto key = [](int64_t exchange, int rank) { return c10::str("exchange/", exchange, "/", rank); };
     with_board([&](Board& board) { board.set(key(exchanges_, rank_), text); });
-    work({group_->barrier()})->wait();
+    work({begin([](auto& group) { return group.barrier(); })})->wait();
     std::vector<std::string> keys, texts;
     for (int other = 0; other < world_size(); ++other) keys.push_back(key(exchanges_, other));
     with_board([&](Board& board) {
@@ -288,7 +296,7 @@ class C10dCollectives final : public Collectives {
   bool all_begin(const std::string& operation) {
     auto own = at::full({1}, static_cast<int64_t>(hash_of_operation(operation)), at::kLong);
     auto all = at::empty({world_size()}, at::kLong);
-    work({group_->_allgather_base(all, own)})->wait();
+    work({begin([&](auto& group) { return group._allgather_base(all, own); })})->wait();
     return all.eq(own).all().item<bool>();
   }
 
@@ -315,6 +323,14 @@ class C10dCollectives final : public Collectives {
     }
   }
 
+  // All operations on the backend pass through here.
+  template <class Operation>
+  WorkPtr begin(Operation operation) {
+    std::unique_lock one_at_a_time(beginning(), std::defer_lock);
+    if (backend_ == kGloo) one_at_a_time.lock();
+    return operation(*group_);
+  }
+
   std::unique_ptr<Work> work(std::vector<WorkPtr> operations, std::function<void()> finish = nullptr) {
     return std::make_unique<C10dWork>(std::move(operations), watch_, timeout_, std::move(finish));
   }
@@ -323,7 +339,7 @@ class C10dCollectives final : public Collectives {
     std::vector<at::Tensor> tensors{tensor.view(at::kByte)};  // nothing is computed, and bytes serve every dtype
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    return group_->broadcast(tensors, options);
+    return begin([&](auto& group) { return group.broadcast(tensors, options); });
   }
 
   std::unique_ptr<Work> broadcast(const at::Tensor& tensor, int root) { return work({start_broadcast(tensor, root)}); }
@@ -332,7 +348,7 @@ class C10dCollectives final : public Collectives {
   std::unique_ptr<Work> all_gather(const at::Tensor& output, const at::Tensor& input) {
     if (backend_ != kGloo) {
       at::Tensor to = output.view(at::kByte), from = input.view(at::kByte);
-      return work({group_->_allgather_base(to, from)});
+      return work({begin([&](auto& group) { return group._allgather_base(to, from); })});
     }
     const auto block = [&](int of) { return output.narrow(0, of * input.numel(), input.numel()); };
     if (block(rank_).data_ptr() != input.data_ptr()) block(rank_).copy_(input);
@@ -344,7 +360,7 @@ class C10dCollectives final : public Collectives {
   WorkPtr all_reduce(const at::Tensor& tensor) {
     std::vector<at::Tensor> tensors{tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor};
     TORCH_CHECK(is_summed(tensors[0].scalar_type()), "the backend '", backend_, "' cannot add up tensors of ", tensor.scalar_type());
-    return group_->allreduce(tensors);
+    return begin([&](auto& group) { return group.allreduce(tensors); });
   }
 
   // Every rank gets the blocks meant for it from each other rank, and adds them up in rank order. Half the bytes of an all-reduce, a
@@ -352,7 +368,7 @@ class C10dCollectives final : public Collectives {
   std::unique_ptr<Work> reduce_scatter(const at::Tensor& output, const at::Tensor& input) {
     if (backend_ != kGloo) {
       at::Tensor to = output, from = input;
-      return work({group_->_reduce_scatter_base(to, from)});
+      return work({begin([&](auto& group) { return group._reduce_scatter_base(to, from); })});
     }
     const int64_t n = output.numel();
     const auto received = scratch_->take((world_size() - 1) * n, output.scalar_type());
@@ -365,7 +381,7 @@ class C10dCollectives final : public Collectives {
       auto target = blocks[from].view(at::kByte), source = input.narrow(0, to * n, n).view(at::kByte);
       std::vector<int64_t> target_sizes(world_size()), source_sizes(world_size());
       target_sizes[from] = source_sizes[to] = source.numel();
-      works.push_back(group_->alltoall_base(target, source, target_sizes, source_sizes));
+      works.push_back(begin([&](auto& group) { return group.alltoall_base(target, source, target_sizes, source_sizes); }));
     }
     return work(std::move(works), [output = output, received, blocks = std::move(blocks), scratch = scratch_]() mutable {
       const at::NoGradGuard no_grad;
