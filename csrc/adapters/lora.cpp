@@ -22,8 +22,6 @@ namespace {
 
 namespace nn = torch::nn;
 
-constexpr std::string_view kAllLinear = "all-linear";
-
 struct Target {
   std::string path;
   std::shared_ptr<nn::Module> held;  // null for a root on the stack
@@ -190,13 +188,10 @@ std::map<const c10::TensorImpl*, Place> places_in(const FlatViews& views) {
 void set_merged(FullyShardedBase& model, bool merges) {
   FlatViews views(detail::sharded_model(model));
   std::vector<AdaptedModule> adapted;
-  std::string refusal;
-  try {
+  const auto refusal = comm::refusal_of([&] {
     adapted = to_merge(inner(model), merges);
     views.settle("lora::merge or unmerge");
-  } catch (const c10::Error& error) {
-    refusal = error.what_without_backtrace();
-  }
+  });
   comm::exchange_or_refuse(views.collectives(), merges ? "lora::merge" : "lora::unmerge", "", refusal, "merge or unmerge its adapters");
 
   c10::AutoGradMode no_grad(false);
@@ -251,16 +246,14 @@ std::vector<at::Tensor> attach(FullyShardedBase& model, const LoraOptions& optio
     return place == places.end() ? weight.sizes().vec() : views.groups()[place->second.group].parameters[place->second.parameter].shape;
   };
   std::vector<Target> targets;
-  std::string refusal, text;
-  try {
+  std::string text;
+  const auto refusal = comm::refusal_of([&] {
     targets = find_targets(inner(model), options, whole_shape);
     views.settle("lora::attach");
     text = fmt::format("r {}, alpha {}, dropout {}, rank_stabilized {}, {} to", options.r, options.alpha, options.dropout,
                        options.rank_stabilized, c10::toString(options.dtype));
     for (const auto& target : targets) text += fmt::format(" {} ({} to {})", target.path, target.in, target.out);
-  } catch (const c10::Error& error) {
-    refusal = error.what_without_backtrace();
-  }
+  });
   const auto texts = comm::exchange_or_refuse(views.collectives(), "lora::attach", text, refusal, "attach adapters");
   for (size_t rank = 0; rank < texts.size(); ++rank)
     TORCH_CHECK(texts[rank] == text, "rank ", views.rank(), ": lora::attach: the ranks attach different adapters: this one ", text,

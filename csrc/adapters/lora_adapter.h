@@ -14,6 +14,7 @@ namespace fsdp::lora {
 
 inline constexpr const char* kA = "lora_A";
 inline constexpr const char* kB = "lora_B";
+inline constexpr const char* kAllLinear = "all-linear";
 
 class LoraAdapter : public ProductObserver {
  public:

@@ -136,12 +136,7 @@ void shard_optimizer_state(optim::Optimizer& optimizer, const FullyShardedBase& 
   c10::AutoGradMode no_grad(false);
   auto& model = *wrapper.model();
   Findings findings;
-  std::string refusal;
-  try {
-    findings = search(optimizer, model);
-  } catch (const c10::Error& error) {
-    refusal = error.what_without_backtrace();  // the other ranks are told before this one gives up
-  }
+  const auto refusal = comm::refusal_of([&] { findings = search(optimizer, model); });
   agree_on_state(model, findings.lines, refusal);
   for (auto& [tensor, parameter] : findings.changes) {
     const ShardSlice part = parameter->group->layout.slice(parameter->index, model.rank());

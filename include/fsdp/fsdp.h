@@ -13,5 +13,7 @@
 #include <fsdp/options.h>
 #include <fsdp/plan.h>
 #include <fsdp/process_group.h>
+#include <fsdp/safetensors.h>
 #include <fsdp/stats.h>
+#include <fsdp/weights.h>
 #include <fsdp/wrap_policy.h>

@@ -67,6 +67,20 @@ FSDP_API void merge(FullyShardedBase& model);
 FSDP_API void unmerge(torch::nn::Module& module);
 FSDP_API void unmerge(FullyShardedBase& model);
 
+/// Adapters in PEFT's layout: a folder with adapter_config.json and adapter_model.safetensors, which PEFT reads, and the other way round.
+/// They are complete, whatever the strategy: sharded adapters are gathered, whole ones communicate nothing. On a wrapped model all ranks
+/// must call, between steps, and see the same files; rank 0 writes. save_adapter throws where adapters were attached with different r,
+/// alpha, dropout, rank_stabilized or fan_in_fan_out. load_adapter fills adapters that are attached; throws, before anything changes, where
+/// none are, some are merged, or the folder's r, alpha or rank_stabilized, names or shapes are others.
+FSDP_API void save_adapter(const torch::nn::Module& module, const std::string& folder);
+FSDP_API void save_adapter(const FullyShardedBase& model, const std::string& folder);
+FSDP_API void load_adapter(torch::nn::Module& module, const std::string& folder);
+FSDP_API void load_adapter(FullyShardedBase& model, const std::string& folder);
+
+/// What a folder's adapter was made with, for attach(). Throws for what this library does not compute: another PEFT method, DoRA, biases
+/// that train, ranks by module, layers chosen by number, target_modules as a regular expression.
+FSDP_API LoraOptions read_options(const std::string& folder);
+
 /// "442,368 of 134,957,376 parameters train (0.33 %), in 60 adapters".
 FSDP_API std::string trainable_report(const torch::nn::Module& module);
 FSDP_API std::string trainable_report(const FullyShardedBase& model);

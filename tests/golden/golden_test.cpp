@@ -3,11 +3,12 @@
 #include <fsdp/adamw.h>
 #include <fsdp/exchange.h>
 #include <fsdp/lora.h>
+#include <fsdp/safetensors.h>
+#include <fsdp/weights.h>
 #include <torch/torch.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -27,38 +28,15 @@ std::string bytes_of(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// Of a file that is known to be sound: 8 bytes of length, that much JSON, the data.
-std::map<std::string, torch::Tensor> tensors_of(const std::string& path) {
-  const std::string bytes = bytes_of(path);
-  uint64_t length = 0;
-  std::memcpy(&length, bytes.data(), sizeof length);
-  std::map<std::string, torch::Tensor> tensors;
-  const json header = json::parse(bytes.substr(8, length));
-  for (const auto& [name, entry] : header.items()) {
-    if (name == "__metadata__") continue;
-    const auto shape = entry["shape"].get<std::vector<int64_t>>();
-    const auto dtype = entry["dtype"] == "I64" ? torch::kLong : torch::kFloat;
-    auto tensor = torch::empty(shape, dtype);
-    EXPECT(entry["data_offsets"][1].get<uint64_t>() - entry["data_offsets"][0].get<uint64_t>() == tensor.nbytes(), name << " in " << path);
-    std::memcpy(tensor.data_ptr(), bytes.data() + 8 + length + entry["data_offsets"][0].get<uint64_t>(), tensor.nbytes());
-    tensors.emplace(name, tensor);
-  }
-  return tensors;
-}
-
 struct Golden {
   explicit Golden(const std::string& name)
       : folder(std::string(FSDP_GOLDEN_FOLDER "/") + name),
         expected(json::parse(bytes_of(folder + "/expected.json"))),
-        ids(tensors_of(folder + "/batches.safetensors").at("input_ids")) {}
+        ids(fsdp::SafetensorsFile(folder + "/batches.safetensors").read("input_ids")) {}
 
   fsdp::models::CausalLM model() const {
     auto net = fsdp::models::make_model(fsdp::models::load_config(folder));
-    const auto values = tensors_of(folder + "/model.safetensors");
-    const torch::NoGradGuard no_grad;
-    const auto parameters = net->named_parameters();
-    EXPECT(parameters.size() == values.size(), parameters.size() << " parameters, " << values.size() << " in the file");
-    for (const auto& item : parameters) item.value().detach().copy_(values.at(item.key()));
+    fsdp::load_weights(*net, folder);
     return net;
   }
 
@@ -75,27 +53,8 @@ double tolerance_of(const std::string& name) { return name.ends_with("c_attn.bia
 
 enum class Kind { FULL, LORA };
 
-// PEFT's name of an adapter's parameter: in its files, or, with its default adapter's name inside, in its modules.
-std::string peft_name(const std::string& name, const char* infix) { return "base_model.model." + name + infix + ".weight"; }
-
-// With the adapter from the folder, attached to the plain model.
-void attach_adapter(const Golden& golden, fsdp::models::CausalLMImpl& net) {
-  const json config = json::parse(bytes_of(golden.folder + "/adapter/adapter_config.json"));
-  fsdp::lora::attach(net, {.r = config["r"],
-                           .alpha = config["lora_alpha"],
-                           .dropout = config["lora_dropout"],
-                           .target_modules = config["target_modules"],
-                           .fan_in_fan_out = config["fan_in_fan_out"]});
-  const auto values = tensors_of(golden.folder + "/adapter/adapter_model.safetensors");
-  const torch::NoGradGuard no_grad;
-  size_t found = 0;
-  for (const auto& item : net.named_parameters()) {
-    if (!item.value().requires_grad()) continue;
-    item.value().detach().copy_(values.at(peft_name(item.key(), "")));
-    ++found;
-  }
-  EXPECT(found == values.size(), found << " adapter parameters, " << values.size() << " in the file");
-}
+// PEFT's name of an adapter's parameter in its modules.
+std::string peft_name(const std::string& name) { return "base_model.model." + name + ".default.weight"; }
 
 void check_training(fsdp::ProcessGroup& group, const std::string& name, fsdp::ShardingStrategy strategy, Kind kind) {
   const Golden golden(name);
@@ -104,7 +63,8 @@ void check_training(fsdp::ProcessGroup& group, const std::string& name, fsdp::Sh
   auto net = golden.model();
   fsdp::FsdpOptions options{.sharding_strategy = strategy, .auto_wrap_policy = fsdp::models::block_policy()};
   if (kind == Kind::LORA) {
-    attach_adapter(golden, *net);
+    fsdp::lora::attach(*net, fsdp::lora::read_options(golden.folder + "/adapter"));
+    fsdp::lora::load_adapter(*net, golden.folder + "/adapter");
     options.unsharded = fsdp::name_contains("lora_");
   }
   fsdp::FullyShardedDataParallel model(net, group, options);
@@ -128,7 +88,7 @@ void check_training(fsdp::ProcessGroup& group, const std::string& name, fsdp::Sh
   size_t compared = 0;
   for (const auto& item : model.module()->named_parameters()) {
     if (!item.value().requires_grad()) continue;
-    const auto key = kind == Kind::FULL ? item.key() : peft_name(item.key(), ".default");
+    const auto key = kind == Kind::FULL ? item.key() : peft_name(item.key());
     EXPECT(wanted["final_sum_and_norm"].contains(key), key << " is not among PyTorch's");
     ++compared;
     const auto values = item.value().detach().to(torch::kDouble);
