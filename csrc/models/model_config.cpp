@@ -171,6 +171,7 @@ void read_gpt2(JsonSection& section, ModelConfig& config) {
               " (n_head), got ", config.hidden_size);
   config.head_dim = config.hidden_size / config.heads;
   config.intermediate_size = section.take_or("n_inner", 4 * config.hidden_size);
+  TORCH_CHECK(config.intermediate_size >= 1, "'", section.name_of("n_inner"), "': expected at least 1, got ", config.intermediate_size);
   config.max_positions = size_of(section, "n_positions");
   config.norm_eps = section.take_or("layer_norm_epsilon", 1e-5);
   config.activation = activation_of(section, "activation_function", "gelu_new");
@@ -196,16 +197,24 @@ ModelConfig parse_config(const std::string& json_text, const std::string& where)
   config.initializer_range = section.take_or("initializer_range", 0.02);
   TORCH_CHECK(config.initializer_range >= 0 && config.norm_eps > 0, "'", where,
               "': initializer_range must not be negative, and a norm's epsilon above 0");
+  require<bool>(section, "is_encoder_decoder", false);
   for (const char* key : kPassedOver) section.take_json(key);
   section.refuse_rest();
   return config;
 }
 
-ModelConfig load_config(const std::string& folder) {
+std::string read_config_text(const std::string& folder) {
   const std::string path = folder + "/config.json";
   std::ifstream file(path);
   TORCH_CHECK(file, "'", path, "' cannot be read: expected a folder as Hugging Face writes it");
-  return parse_config({std::istreambuf_iterator<char>(file), {}}, path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+ModelConfig load_config(const std::string& folder) { return parse_config(read_config_text(folder), folder + "/config.json"); }
+
+bool is_no_weight(const ModelConfig& config, std::string_view name) {
+  if (config.architecture == Architecture::GPT2 && (name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias"))) return true;
+  return name.ends_with(".rotary_emb.inv_freq") || (config.tied && name == "lm_head.weight");
 }
 
 }  // namespace fsdp::models

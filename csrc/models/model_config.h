@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 namespace fsdp::models {
 
@@ -27,5 +28,10 @@ ModelConfig parse_config(const std::string& json_text, const std::string& where)
 
 // Of the file config.json in a folder.
 ModelConfig load_config(const std::string& folder);
+std::string read_config_text(const std::string& folder);
+
+// Of a name in a model's files: a constant that older files carry along (masks, rotary frequencies), or the head's copy of a tied
+// embedding.
+bool is_no_weight(const ModelConfig& config, std::string_view name);
 
 }  // namespace fsdp::models

@@ -1,5 +1,6 @@
 #include "tools/train_config.h"
 
+#include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -145,6 +146,44 @@ WarmupSchedule read_schedule(JsonSection section, int64_t max_steps) {
   return schedule;
 }
 
+LoraConfig read_lora(JsonSection section) {
+  LoraConfig config;
+  config.adapter = section.take_or<std::string>("adapter", "");
+  if (config.adapter.empty()) {
+    config.r = at_least<int64_t>(section.name_of("r"), section.take_or("r", config.r), 1);
+    config.alpha = section.take_or("lora_alpha", config.alpha);
+    TORCH_CHECK(config.alpha > 0, "'", section.name_of("lora_alpha"), "': expected more than 0, got ", config.alpha);
+    config.dropout = section.take_or("lora_dropout", config.dropout);
+    TORCH_CHECK(config.dropout >= 0 && config.dropout < 1, "'", section.name_of("lora_dropout"), "': expected 0 to below 1, got ",
+                config.dropout);
+    config.target_modules = section.take_or("target_modules", config.target_modules);
+    TORCH_CHECK(!config.target_modules.empty(), "'", section.name_of("target_modules"), "' is empty");
+  }
+  section.refuse_rest();  // beside an adapter, which brings its own, so are the others
+  return config;
+}
+
+void read_fp16(JsonSection section, TrainConfig& config) {
+  if (section.take_or("enabled", false)) {
+    TORCH_CHECK(config.dtype == ComputeDtype::FP32, "'fp16.enabled' and 'bf16.enabled' are both true; expected one of them");
+    config.dtype = ComputeDtype::FP16;
+  }
+  auto& scale = config.loss_scale;
+  scale.init_scale = std::exp2(static_cast<double>(
+      at_least<int64_t>(section.name_of("initial_scale_power"), section.take_or<int64_t>("initial_scale_power", 16), 0)));
+  scale.growth_interval =
+      at_least<int64_t>(section.name_of("loss_scale_window"), section.take_or("loss_scale_window", scale.growth_interval), 1);
+  scale.min_scale = section.take_or("min_loss_scale", scale.min_scale);
+  TORCH_CHECK(scale.min_scale > 0, "'", section.name_of("min_loss_scale"), "': expected more than 0, got ", scale.min_scale);
+  scale.hysteresis = at_least<int64_t>(section.name_of("hysteresis"), section.take_or("hysteresis", scale.hysteresis), 1);
+  const double fixed = at_least(section.name_of("loss_scale"), section.take_or("loss_scale", 0.0), 0.0);
+  if (fixed > 0) {
+    scale.init_scale = fixed;
+    scale.dynamic = false;
+  }
+  section.refuse_rest();
+}
+
 }  // namespace
 
 TrainConfig read_train_config(const std::string& json_text, const std::vector<std::string>& overrides, int world_size) {
@@ -154,21 +193,32 @@ TrainConfig read_train_config(const std::string& json_text, const std::vector<st
   TrainConfig config;
 
   auto model = root.take_section("model");
-  TORCH_CHECK(model, "expected 'model' with 'config'");
+  TORCH_CHECK(model, "expected 'model' with 'path' or 'config'");
+  config.model_path = model->take_or<std::string>("path", "");
   const auto* architecture = model->take_json("config");
-  TORCH_CHECK(architecture && architecture->is_object(), "expected 'model.config', an object as in a Hugging Face config.json");
-  config.model_config = architecture->dump();
+  TORCH_CHECK((architecture != nullptr) == config.model_path.empty(),
+              "expected either 'model.path', a folder as Hugging Face writes it, or ",
+              "'model.config', an object as in its config.json, got ", architecture ? "both" : "neither");
+  if (architecture) {
+    TORCH_CHECK(architecture->is_object(), "expected 'model.config' to be an object, got ", architecture->dump());
+    config.model_config = architecture->dump();
+  }
   model->refuse_rest();
 
   auto data = root.take_section("data");
   TORCH_CHECK(data, "expected 'data' with 'train' and 'seq_len'");
   const auto train = data->take<std::string>("train");
   const auto seq_len = data->take<int64_t>("seq_len");
-  TORCH_CHECK(train, "expected 'data.train', a file of tokens");
-  TORCH_CHECK(seq_len, "expected 'data.seq_len', the number of targets in a row");
+  TORCH_CHECK(train, "expected 'data.train', a file of tokens or of batches");
   config.train = *train;
-  config.seq_len = at_least<int64_t>("data.seq_len", *seq_len, 1);
   config.validation = data->take_or<std::string>("validation", "");
+  const auto is_batches = [](const std::string& path) { return path.empty() || path.ends_with(".safetensors"); };
+  if (is_batches(config.train) && is_batches(config.validation)) {
+    TORCH_CHECK(!seq_len, "'data.seq_len' is ", *seq_len, ", but the rows of .safetensors files have a length of their own; leave it out");
+  } else {
+    TORCH_CHECK(seq_len, "expected 'data.seq_len', the number of targets in a row");
+  }
+  if (seq_len) config.seq_len = at_least<int64_t>("data.seq_len", *seq_len, 1);
   data->refuse_rest();
 
   const auto max_steps = root.take<int64_t>("max_steps");
@@ -176,14 +226,17 @@ TrainConfig read_train_config(const std::string& json_text, const std::vector<st
   config.max_steps = at_least<int64_t>("max_steps", *max_steps, 1);
   config.seed = at_least<int64_t>("seed", root.take_or<int64_t>("seed", 0), 0);
   config.eval_every = at_least<int64_t>("eval_every", root.take_or<int64_t>("eval_every", 0), 0);
+  config.output_dir = root.take_or<std::string>("output_dir", "");
   config.metrics_file = root.take_or<std::string>("metrics_file", "");
   config.batch = read_batch(root, world_size);
   if (auto section = root.take_section("optimizer")) config.optimizer = read_optimizer(*section);
   if (auto section = root.take_section("scheduler")) config.schedule = read_schedule(*section, config.max_steps);
   if (auto section = root.take_section("bf16")) {
-    config.bf16 = section->take_or("enabled", false);
+    if (section->take_or("enabled", false)) config.dtype = ComputeDtype::BF16;
     section->refuse_rest();
   }
+  if (auto section = root.take_section("fp16")) read_fp16(*section, config);
+  if (auto section = root.take_section("lora")) config.lora = read_lora(*section);
   config.gradient_clipping = at_least("gradient_clipping", root.take_or("gradient_clipping", 0.0), 0.0);
   if (auto section = root.take_section("zero_optimization")) {
     if (const auto stage = section->take<int64_t>("stage")) {

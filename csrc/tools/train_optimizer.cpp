@@ -54,7 +54,18 @@ Variant make(const FullyShardedBase& model, const OptimizerConfig& config) {
 
 }  // namespace
 
-TrainOptimizer::TrainOptimizer(const FullyShardedBase& model, const OptimizerConfig& config) : optimizer_(make(model, config)) {}
+TrainOptimizer::TrainOptimizer(const FullyShardedBase& model, const TrainConfig& config)
+    : optimizer_(make(model, config.optimizer)), scale_config_(config.loss_scale), hysteresis_left_(config.loss_scale.hysteresis) {
+  if (config.dtype != ComputeDtype::FP16) return;
+  // Half of the least, since hold_scale() may take the last step down back.
+  scaler_.emplace(model, GradScalerOptions{.init_scale = scale_config_.init_scale,
+                                           .growth_interval = scale_config_.growth_interval,
+                                           .min_scale = (scale_config_.dynamic ? scale_config_.min_scale : scale_config_.init_scale) / 2});
+}
+
+void TrainOptimizer::unscale() {
+  if (scaler_) scaler_->unscale_();
+}
 
 void TrainOptimizer::step(double lr) {
   std::visit(
@@ -64,9 +75,29 @@ void TrainOptimizer::step(double lr) {
         } else {
           for (size_t group = 0; group < optimizer.groups(); ++group) optimizer.options(group).lr = lr;
         }
-        optimizer.step();
+        scaler_ ? static_cast<void>(scaler_->step(optimizer)) : static_cast<void>(optimizer.step());
       },
       optimizer_);
+  if (!scaler_) return;
+  const double before = scaler_->get_scale();
+  scaler_->update();
+  hold_scale(before);
+}
+
+// A fixed scale stays, and a shrinking one waits for as many overflows as DeepSpeed's hysteresis says.
+void TrainOptimizer::hold_scale(double before) {
+  auto state = scaler_->state();
+  if (state.scale > before) hysteresis_left_ = scale_config_.hysteresis;
+  const bool waits = state.scale < before && hysteresis_left_ > 1;
+  if (waits) --hysteresis_left_;
+  if (scale_config_.dynamic && !waits) {
+    TORCH_CHECK(state.scale >= scale_config_.min_scale,
+                "gradients overflow in fp16 at every loss scale down to fp16.min_loss_scale = ", scale_config_.min_scale,
+                "; lower the learning rate, clip gradients, or use bf16");
+    return;
+  }
+  state.scale = before;
+  scaler_->load_state(state);
 }
 
 }  // namespace fsdp::tools

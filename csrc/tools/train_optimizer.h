@@ -1,10 +1,13 @@
-// The optimizer that a configuration names, over a wrapped model.
+// The optimizer that a configuration names, over a wrapped model, with the loss scale where it computes in fp16.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <fsdp/adamw.h>
 #include <fsdp/fully_sharded_data_parallel.h>
+#include <fsdp/grad_scaler.h>
 #include <torch/optim/sgd.h>
 
+#include <optional>
 #include <variant>
 
 #include "tools/train_config.h"
@@ -14,12 +17,20 @@ namespace fsdp::tools {
 class TrainOptimizer {
  public:
   // Throws c10::Error also when a pattern of no_decay takes no parameter.
-  TrainOptimizer(const FullyShardedBase& model, const OptimizerConfig& config);
+  TrainOptimizer(const FullyShardedBase& model, const TrainConfig& config);
 
-  void step(double lr);  // all ranks
+  at::Tensor scale(const at::Tensor& loss) const { return scaler_ ? scaler_->scale(loss) : loss; }
+  void unscale();        // before gradients are looked at
+  void step(double lr);  // all ranks; none is made where a gradient overflowed in fp16
+  double loss_scale() const { return scaler_ ? scaler_->get_scale() : 1; }
 
  private:
+  void hold_scale(double before);
+
   std::variant<AdamW, Adam, torch::optim::SGD> optimizer_;
+  std::optional<GradScaler> scaler_;
+  LossScaleConfig scale_config_;
+  int64_t hysteresis_left_;
 };
 
 }  // namespace fsdp::tools

@@ -4,6 +4,8 @@
 #include <fsdp/distributed_sampler.h>
 #include <fsdp/exchange.h>
 #include <fsdp/fully_sharded_data_parallel.h>
+#include <fsdp/lora.h>
+#include <fsdp/weights.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/utils.h>
 #include <unistd.h>
@@ -11,21 +13,22 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "models/causal_lm.h"
 #include "models/model_config.h"
 #include "tools/metrics_file.h"
-#include "tools/token_file.h"
 #include "tools/train_optimizer.h"
+#include "tools/training_rows.h"
 
 namespace fsdp::tools {
 namespace {
 
-constexpr int64_t kIgnored = -100;  // a target that is no part of the loss
 volatile std::sig_atomic_t stop_requested = 0;
 
 using Clock = std::chrono::steady_clock;
@@ -40,9 +43,13 @@ int64_t resident_bytes() {
   return resident * sysconf(_SC_PAGESIZE);
 }
 
-struct Batch {
-  at::Tensor ids, targets;  // (rows, seq_len) int64; memory of their own
+// Of a global batch: this rank's micro-batches, and the targets that all of it has.
+struct GlobalBatch {
+  std::vector<Batch> own;
+  double targets = 0;
 };
+
+bool is_adapter(std::string_view name) { return name.find("lora_") != name.npos; }
 
 // What was lost over how many targets, summed up in double.
 struct LossSum {
@@ -57,18 +64,24 @@ class Trainer::Impl {
  public:
   Impl(const TrainConfig& config, ProcessGroup& group) : config_(config), group_(group) {
     run_on_all(group_, "setting up training", [&] {
-      architecture_ = models::parse_config(config_.model_config, "model.config");
+      architecture_ =
+          config_.model_path.empty() ? models::parse_config(config_.model_config, "model.config") : models::load_config(config_.model_path);
       TORCH_CHECK(architecture_.architecture != models::Architecture::GPT2 || config_.seq_len <= architecture_.max_positions,
                   "'data.seq_len' is ", config_.seq_len, ", the model has ", architecture_.max_positions, " positions (n_positions)");
-      train_data_ = open(config_.train, "data.train");
-      if (!config_.validation.empty()) validation_data_ = open(config_.validation, "data.validation");
+      train_data_ = open(config_.train, "data.train", 1);
+      TORCH_CHECK(train_data_->rows_in_batch() == 0 || train_data_->rows_in_batch() == config_.batch.global, "'data.train' has batches of ",
+                  train_data_->rows_in_batch(), " rows, 'train_batch_size' is ", config_.batch.global);
+      if (!config_.validation.empty()) validation_data_ = open(config_.validation, "data.validation", config_.seq_len);
       if (prints()) metrics_ = std::make_unique<MetricsFile>(config_.metrics_file);
+      if (prints() && !config_.output_dir.empty()) std::filesystem::create_directories(config_.output_dir);
     });
-    sampler_ = std::make_unique<DistributedSampler>(static_cast<size_t>(train_data_->size() - config_.seq_len), group_,
-                                                    DistributedSamplerOptions{.seed = static_cast<uint64_t>(config_.seed)});
+    if (train_data_->rows_in_batch() == 0)
+      sampler_ = std::make_unique<DistributedSampler>(static_cast<size_t>(train_data_->size()), group_,
+                                                      DistributedSamplerOptions{.seed = static_cast<uint64_t>(config_.seed)});
     torch::manual_seed(static_cast<uint64_t>(config_.seed));
-    model_ = std::make_unique<Model>(models::make_model(architecture_), group_, sharding_options());
-    optimizer_ = std::make_unique<TrainOptimizer>(*model_, config_.optimizer);
+    model_ = std::make_unique<Model>(make_model(), group_, sharding_options());
+    load();
+    optimizer_ = std::make_unique<TrainOptimizer>(*model_, config_);
     torch::manual_seed(static_cast<uint64_t>(config_.seed) + 1 + static_cast<uint64_t>(group_.rank()));  // dropout differs between ranks
     model_->set_gradient_divisor(1);  // the loss is a sum over this rank's targets, divided by those of all ranks
     print_plan();
@@ -84,6 +97,7 @@ class Trainer::Impl {
       const bool last = step == config_.max_steps || stops;
       if (validation_data_ && (last || (config_.eval_every > 0 && step % config_.eval_every == 0))) validate(step);
     }
+    save();
     print(fmt::format("{} after {} of {} steps, {:.1f} s", stops ? "stopped on request" : "done", step, config_.max_steps,
                       seconds_since(start)));
   }
@@ -97,47 +111,114 @@ class Trainer::Impl {
   }
 
   // Each rank looks through its share of the ids.
-  std::unique_ptr<TokenFile> open(const std::string& path, const char* key) const {
-    auto file = std::make_unique<TokenFile>(path);
-    TORCH_CHECK(file->size() > config_.seq_len, "'", key, "': '", path, "' has ", file->size(),
-                " tokens; a row of data.seq_len = ", config_.seq_len, " targets takes ", config_.seq_len + 1);
+  std::unique_ptr<TrainingRows> open(const std::string& path, const char* key, int64_t stride) const {
+    auto rows = path.ends_with(".safetensors") ? open_batches(path, key) : open_windows(path, key, config_.seq_len, stride);
     const int64_t ranks = group_.world_size(), rank = group_.rank();
-    const auto largest = file->largest(file->size() * rank / ranks, file->size() * (rank + 1) / ranks);
-    TORCH_CHECK(largest < architecture_.vocab_size, "'", key, "': '", path, "' has the token id ", largest, ", the model's ids end at ",
-                architecture_.vocab_size - 1, " (vocab_size)");
-    return file;
+    rows->check_ids(rows->size() * rank / ranks, rows->size() * (rank + 1) / ranks, architecture_.vocab_size);
+    return rows;
+  }
+
+  lora::LoraOptions lora_options() const {
+    auto options = config_.lora->adapter.empty() ? lora::LoraOptions{.r = config_.lora->r,
+                                                                     .alpha = config_.lora->alpha,
+                                                                     .dropout = config_.lora->dropout,
+                                                                     .target_modules = config_.lora->target_modules}
+                                                 : lora::read_options(config_.lora->adapter);
+    options.fan_in_fan_out = architecture_.architecture == models::Architecture::GPT2;
+    return options;
+  }
+
+  models::CausalLM make_model() const {
+    auto net = models::make_model(architecture_);
+    if (config_.lora) run_on_all(group_, "attaching adapters", [&] { lora::attach(*net, lora_options()); });
+    return net;
+  }
+
+  // Each rank reads its own slices.
+  void load() {
+    if (!config_.model_path.empty())
+      load_weights(*model_, config_.model_path,
+                   {.skip = is_adapter, .ignore = [this](std::string_view name) { return models::is_no_weight(architecture_, name); }});
+    if (config_.lora && !config_.lora->adapter.empty()) lora::load_adapter(*model_, config_.lora->adapter);
+  }
+
+  void save() {
+    if (config_.output_dir.empty()) return;
+    const std::string folder = config_.output_dir + (config_.lora ? "/adapter" : "/model");
+    if (config_.lora) {
+      lora::save_adapter(*model_, folder);
+    } else {
+      save_weights(*model_, folder);
+      run_on_all(group_, "saving config.json", [&] {
+        if (!prints()) return;
+        std::ofstream file(folder + "/config.json");
+        file << (config_.model_path.empty() ? config_.model_config : models::read_config_text(config_.model_path)) << "\n";
+        TORCH_CHECK(file.flush(), "'", folder, "/config.json' cannot be written");
+      });
+    }
+    print(fmt::format("saved in {}", folder));
   }
 
   FsdpOptions sharding_options() const {
     FsdpOptions options;
     if (config_.zero_stage == 2) options.sharding_strategy = ShardingStrategy::SHARD_GRAD_OP;
     options.auto_wrap_policy = models::block_policy();
-    if (config_.bf16) options.mixed_precision.param_dtype = at::kBFloat16;
-    if (config_.max_live_parameters) options.max_unsharded_bytes = *config_.max_live_parameters * (config_.bf16 ? 2 : 4);
+    if (config_.dtype == ComputeDtype::BF16) options.mixed_precision.param_dtype = at::kBFloat16;
+    if (config_.dtype == ComputeDtype::FP16) options.mixed_precision.param_dtype = at::kHalf;
+    if (config_.lora) options.unsharded = is_adapter;
+    if (config_.max_live_parameters)
+      options.max_unsharded_bytes = *config_.max_live_parameters * (config_.dtype == ComputeDtype::FP32 ? 4 : 2);
     return options;
   }
 
   void print_plan() const {
     print(model_->plan().to_string());
+    if (config_.lora) print(lora::trainable_report(*model_));
     print(fmt::format("ZeRO stage {}{}, {}, {} ranks ({}), {} bytes of parameters on rank 0, batches of {} = {} x {} x {} ranks",
-                      config_.zero_stage, config_.zero_stage_given ? "" : " (no zero_optimization.stage given)",
-                      config_.bf16 ? "bf16 with fp32 masters" : "fp32", group_.world_size(), group_.backend(), model_->stats().shard_bytes,
-                      config_.batch.global, config_.batch.micro, config_.batch.accumulation, group_.world_size()));
+                      config_.zero_stage, config_.zero_stage_given ? "" : " (no zero_optimization.stage given)", dtype_name(),
+                      group_.world_size(), group_.backend(), model_->stats().shard_bytes, config_.batch.global, config_.batch.micro,
+                      config_.batch.accumulation, group_.world_size()));
   }
 
-  Batch rows_at(const TokenFile& file, const std::vector<int64_t>& begins) const {
-    auto windows = at::empty({static_cast<int64_t>(begins.size()), config_.seq_len + 1}, at::kLong);
-    for (size_t row = 0; row < begins.size(); ++row) file.read(begins[row], windows[static_cast<int64_t>(row)]);
-    return {windows.narrow(1, 0, config_.seq_len), windows.narrow(1, 1, config_.seq_len).clone()};
-  }
-
-  Batch next_batch() {
-    auto indices = sampler_->next(static_cast<size_t>(config_.batch.micro));
-    if (!indices) {
-      sampler_->reset();
-      indices = sampler_->next(static_cast<size_t>(config_.batch.micro));
+  const char* dtype_name() const {
+    switch (config_.dtype) {
+      case ComputeDtype::BF16:
+        return config_.lora ? "bf16 with fp32 adapters" : "bf16 with fp32 masters";
+      case ComputeDtype::FP16:
+        return config_.lora ? "fp16 with fp32 adapters" : "fp16 with fp32 masters";
+      case ComputeDtype::FP32:
+        return "fp32";
     }
-    return rows_at(*train_data_, {indices->begin(), indices->end()});
+    return "";
+  }
+
+  // Of the file's own batches the rank's block of rows, in order; of drawn windows what the sampler deals.
+  GlobalBatch next_batch(int64_t step) {
+    const auto& [global, micro, accumulation] = config_.batch;
+    GlobalBatch batch;
+    if (train_data_->rows_in_batch() > 0) {
+      const int64_t first = (step - 1) * global % train_data_->size(), own = first + group_.rank() * micro * accumulation;
+      for (int64_t i = 0; i < accumulation; ++i) batch.own.push_back(train_data_->read(consecutive(own + i * micro, micro)));
+      batch.targets = static_cast<double>(train_data_->read(consecutive(first, global)).targets.ne(kIgnored).sum().item<int64_t>());
+      TORCH_CHECK(batch.targets > 0, "'data.train': the batch of step ", step, " has no target at all");
+      return batch;
+    }
+    for (int64_t i = 0; i < accumulation; ++i) {
+      auto indices = sampler_->next(static_cast<size_t>(micro));
+      if (!indices) {
+        sampler_->reset();
+        indices = sampler_->next(static_cast<size_t>(micro));
+      }
+      batch.own.push_back(train_data_->read({indices->begin(), indices->end()}));
+    }
+    batch.targets = static_cast<double>(global * config_.seq_len);
+    return batch;
+  }
+
+  static std::vector<int64_t> consecutive(int64_t first, int64_t count) {
+    std::vector<int64_t> rows(static_cast<size_t>(count));
+    std::iota(rows.begin(), rows.end(), first);
+    return rows;
   }
 
   at::Tensor loss_sum(const Batch& batch) {
@@ -149,14 +230,15 @@ class Trainer::Impl {
   // True: somebody wants to stop.
   bool train_step(int64_t step) {
     const auto start = Clock::now();
-    const auto targets = static_cast<double>(config_.batch.global * config_.seq_len);
+    const auto batch = next_batch(step);
     model_->train();
     double own_loss = 0;
-    for (int64_t i = 0; i < config_.batch.accumulation; ++i) {
-      const auto loss = loss_sum(next_batch());
-      (loss / targets).backward();
+    for (const auto& micro : batch.own) {
+      const auto loss = loss_sum(micro);
+      optimizer_->scale(loss / batch.targets).backward();
       own_loss += loss.item<double>();
     }
+    optimizer_->unscale();
     const double most = config_.gradient_clipping > 0 ? config_.gradient_clipping : std::numeric_limits<double>::infinity();
     const double norm = model_->clip_grad_norm_(most).norm;
     const double lr = config_.schedule(step - 1, config_.optimizer.lr);
@@ -164,18 +246,19 @@ class Trainer::Impl {
     model_->zero_grad();
 
     const auto sums = sum_over_ranks(group_, {own_loss, stop_requested ? 1.0 : 0.0});
-    const double loss = sums[0] / targets, seconds = seconds_since(start);
+    const double loss = sums[0] / batch.targets, seconds = seconds_since(start);
     if (prints()) {
       metrics_->write({{"step", step},
                        {"loss", loss},
                        {"grad_norm", norm},
                        {"lr", lr},
-                       {"tokens_per_s", targets / seconds},
+                       {"tokens_per_s", batch.targets / seconds},
                        {"step_ms", seconds * 1e3},
+                       {"loss_scale", optimizer_->loss_scale()},
                        {"peak_unsharded_bytes", model_->stats().peak_unsharded_bytes},
                        {"rss_bytes", resident_bytes()}});
       print(fmt::format("step {:5d} of {}   loss {:.4f}   norm {:.3f}   lr {:.3g}   {:.0f} tokens/s   {:.0f} MB", step, config_.max_steps,
-                        loss, norm, lr, targets / seconds, static_cast<double>(resident_bytes()) / 1e6));
+                        loss, norm, lr, batch.targets / seconds, static_cast<double>(resident_bytes()) / 1e6));
     }
     return sums[1] > 0;
   }
@@ -186,20 +269,20 @@ class Trainer::Impl {
     if (!validation_data_) return;
     torch::NoGradGuard no_grad;
     model_->eval();
-    const int64_t rows = (validation_data_->size() - 1) / config_.seq_len, ranks = group_.world_size(), micro = config_.batch.micro;
+    const int64_t rows = validation_data_->size(), ranks = group_.world_size(), micro = config_.batch.micro;
     LossSum own;
     for (int64_t round = 0; round < rows; round += micro * ranks) {
-      std::vector<int64_t> begins;
+      std::vector<int64_t> mine;
       int64_t real = 0;
       for (int64_t i = 0; i < micro; ++i) {
         const int64_t row = round + group_.rank() * micro + i;
-        begins.push_back(row < rows ? row * config_.seq_len : 0);
+        mine.push_back(row < rows ? row : 0);
         real += row < rows;
       }
-      auto batch = rows_at(*validation_data_, begins);
+      const auto batch = validation_data_->read(mine);
       batch.targets.narrow(0, real, micro - real).fill_(kIgnored);
       own.loss += loss_sum(batch).item<double>();
-      own.targets += static_cast<double>(real * config_.seq_len);
+      own.targets += static_cast<double>(batch.targets.ne(kIgnored).sum().item<int64_t>());
     }
     const auto sums = sum_over_ranks(group_, {own.loss, own.targets});
     const double loss = LossSum{sums[0], sums[1]}.mean();
@@ -210,9 +293,9 @@ class Trainer::Impl {
   const TrainConfig& config_;
   ProcessGroup& group_;
   models::ModelConfig architecture_;
-  std::unique_ptr<TokenFile> train_data_, validation_data_;
-  std::unique_ptr<MetricsFile> metrics_;  // rank 0
-  std::unique_ptr<DistributedSampler> sampler_;
+  std::unique_ptr<TrainingRows> train_data_, validation_data_;
+  std::unique_ptr<MetricsFile> metrics_;         // rank 0
+  std::unique_ptr<DistributedSampler> sampler_;  // none where the file has batches
   std::unique_ptr<Model> model_;
   std::unique_ptr<TrainOptimizer> optimizer_;
 };

@@ -36,7 +36,7 @@ TEST_CASE("a least configuration has DeepSpeed's defaults", "[tools][quick]") {
   CHECK(config.optimizer.weight_decay == 0);
   CHECK(config.schedule.type == ScheduleType::CONSTANT);
   CHECK(config.zero_stage == 3);
-  CHECK_FALSE(config.bf16);
+  CHECK(config.dtype == fsdp::tools::ComputeDtype::FP32);
   CHECK(config.gradient_clipping == 0);
 }
 
