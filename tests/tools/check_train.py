@@ -33,15 +33,15 @@ def need(condition, what, *shown):
         raise AssertionError(f"expected: {what}\n" + "\n".join(str(s) for s in shown))
 
 
-def start(ranks, *overrides):
-    command = ["bash", f"{ROOT}/scripts/launch", "-n", str(ranks), PROGRAM, "--config", "config.json"]
+def start(ranks, *overrides, config="config.json"):
+    command = ["bash", f"{ROOT}/scripts/launch", "-n", str(ranks), PROGRAM, "--config", config]
     for each in overrides:
         command += ["--set", each]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run(ranks, *overrides):
-    process = start(ranks, *overrides)
+def run(ranks, *overrides, config="config.json"):
+    process = start(ranks, *overrides, config=config)
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
 
@@ -106,6 +106,78 @@ def refuses():
         need(open("two.jsonl").read() == before, "nothing overwritten")
 
 
+GOLDEN = f"{ROOT}/tests/golden"
+
+
+def golden_config(name, kind):
+    with open(f"{GOLDEN}/{name}/expected.json") as file:
+        expected = json.load(file)
+    hyper = expected["hyperparameters"]
+    config = {
+        "model": {"path": f"{GOLDEN}/{name}"},
+        "data": {"train": f"{GOLDEN}/{name}/batches.safetensors"},
+        "train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 20, "gradient_clipping": hyper["max_grad_norm"],
+        "optimizer": {"type": "AdamW", "params": {k: hyper[k] for k in ["lr", "eps", "weight_decay"]}},
+    }  # fmt: skip
+    if kind == "lora":
+        config["lora"] = {"adapter": f"{GOLDEN}/{name}/adapter"}
+    return config, expected[kind]
+
+
+def trains_as_pytorch_does():
+    for name, kind, ranks in [("llama", "full", 2), ("llama", "lora", 3), ("gpt2", "full", 1), ("gpt2", "lora", 2)]:
+        case = f"{name}-{kind}"
+        config, expected = golden_config(name, kind)
+        with open("golden.json", "w") as file:
+            json.dump(config, file)
+        code, out, err = run(ranks, f"metrics_file={case}.jsonl", f"output_dir={case}", config="golden.json")
+        need(code == 0, f"{case} on {ranks} ranks", out, err)
+        steps, _ = metrics(f"{case}.jsonl")
+        for step, loss, norm in zip(steps, expected["loss"], expected["grad_norm"], strict=True):
+            need(abs(step["loss"] - loss) < 1e-5 * loss, f"{case}: PyTorch's loss {loss}", step)
+            need(abs(step["grad_norm"] - norm) < 1e-4 * norm, f"{case}: PyTorch's norm {norm}", step)
+        need(f"saved in {case}/{'adapter' if kind == 'lora' else 'model'}" in out, f"{case} is saved", out)
+
+    # What was saved is where another run begins.
+    config, _ = golden_config("llama", "full")
+    config["model"]["path"] = "llama-full/model"
+    config["data"]["validation"] = config["data"]["train"]
+    with open("golden.json", "w") as file:
+        json.dump(config, file)
+    code, out, err = run(2, "metrics_file=again.jsonl", "max_steps=1", "eval_every=1", config="golden.json")
+    need(code == 0, "a saved model is loaded", out, err)
+    code, out, err = run(1, "metrics_file=half.jsonl", "fp16.enabled=true", "fp16.initial_scale_power=8", config="golden.json")
+    need(code == 0, "fp16 trains", out, err)
+    again, half = metrics("again.jsonl")[0][0], metrics("half.jsonl")[0][0]
+    need(abs(again["loss"] - half["loss"]) < 0.01 and half["loss_scale"] == 256, "fp16 loses little", again, half)
+
+
+def refuses_files():
+    config, _ = golden_config("llama", "lora")
+    with open("golden.json", "w") as file:
+        json.dump(config, file)
+    os.makedirs("cut")
+    for name in ["config.json", "model.safetensors"]:
+        with open(f"{GOLDEN}/llama/{name}", "rb") as file:
+            content = file.read()
+        with open(f"cut/{name}", "wb") as file:
+            file.write(content[:-1] if name.startswith("model") else content)
+    for override, expected in [
+        ("model.path=nowhere", "'nowhere/config.json' cannot be read"),
+        ("model.path=cut", "it is cut off"),
+        ('model.path=' + f"{GOLDEN}/gpt2", "no module's path ends in 'q_proj'"),
+        ("lora.adapter=nowhere", "'nowhere/adapter_config.json' cannot be read"),
+        ("lora.r=4", "not understood: 'lora.r'"),
+        ("train_batch_size=6", "'data.train' has batches of 12 rows, 'train_batch_size' is 6"),
+        (f"data.train={GOLDEN}/llama/model.safetensors", "expected a tensor 'input_ids'"),
+        ("data.seq_len=3", "rows of .safetensors files have a length of their own"),
+    ]:
+        code, out, err = run(2, override, config="golden.json")
+        need(code != 0, f"{override}: a failure", out, err)
+        need((out + err).count("fsdp-train: ") == 1, f"{override}: one message", out, err)
+        need(expected in out + err, f"{override}: {expected}", out, err)
+
+
 def stops():
     process = start(2, "metrics_file=stopped.jsonl", "max_steps=100000")
     end = time.monotonic() + 60
@@ -128,7 +200,7 @@ with tempfile.TemporaryDirectory() as room:
             file.write("".join(random.choice(words) for _ in range(count)))
     with open("config.json", "w") as file:
         json.dump(CONFIG, file)
-    for check in [trains, refuses, stops]:
+    for check in [trains, trains_as_pytorch_does, refuses, refuses_files, stops]:
         begin = time.monotonic()
         check()
         print(f"{check.__name__}: {time.monotonic() - begin:.1f} s")
