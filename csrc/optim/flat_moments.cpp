@@ -108,4 +108,21 @@ void FlatMoments::add_state(std::vector<AdamState>& states) const {
   }
 }
 
+void FlatMoments::add_names(std::set<std::string>& names) const {
+  for (const auto& member : members_) names.insert(group_.parameters[member.parameter].name);
+}
+
+void FlatMoments::restore(const std::map<std::string, int64_t>& steps) {
+  bool any = false;
+  for (auto& member : members_) {
+    const auto found = steps.find(group_.parameters[member.parameter].name);
+    member.step = found == steps.end() ? 0 : found->second;
+    any = any || member.step > 0;
+  }
+  exp_avg_.reset();
+  exp_avg_sq_.reset();
+  if (any) allocate();
+  with_gradient_.clear();  // unlike any: the next step makes its runs anew
+}
+
 }  // namespace fsdp

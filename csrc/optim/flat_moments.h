@@ -9,6 +9,9 @@
 
 #include <fsdp/adamw.h>
 
+#include <map>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "runtime/flat_views.h"
@@ -32,7 +35,9 @@ class FlatMoments {
   const std::vector<size_t>& end_step();
 
   void zero_grad();
-  void add_state(std::vector<AdamState>& states) const;  // of parameters that have been stepped
+  void add_state(std::vector<AdamState>& states) const;       // of parameters that have been stepped
+  void add_names(std::set<std::string>& names) const;         // of all
+  void restore(const std::map<std::string, int64_t>& steps);  // moments become zero
 
  private:
   struct Member {

@@ -5,6 +5,7 @@
 #include <ATen/record_function.h>
 #include <fsdp/adamw.h>
 
+#include <set>
 #include <type_traits>
 #include <utility>
 
@@ -97,6 +98,17 @@ class FusedAdam<Options>::Impl {
     return states;
   }
 
+  std::vector<AdamState> restore(const std::map<std::string, int64_t>& steps) {
+    std::set<std::string> own;
+    for (const auto& part : parts_) part.moments.add_names(own);
+    for (const auto& [name, step] : steps) {
+      TORCH_CHECK(own.contains(name), kName<Options>, "::restore: '", name, "' is none of this optimizer's parameters");
+      TORCH_CHECK(step >= 1, kName<Options>, "::restore: the step of '", name, "' must be at least 1, got ", step);
+    }
+    for (auto& part : parts_) part.moments.restore(steps);
+    return state();
+  }
+
   std::vector<ParameterGroup<Options>>& groups() { return groups_; }
   double lr_factor_ = 1;
 
@@ -155,6 +167,11 @@ double FusedAdam<Options>::lr_factor() const {
 template <class Options>
 std::vector<AdamState> FusedAdam<Options>::state() const {
   return impl_->state();
+}
+
+template <class Options>
+std::vector<AdamState> FusedAdam<Options>::restore(const std::map<std::string, int64_t>& steps) {
+  return impl_->restore(steps);
 }
 
 template class FusedAdam<AdamWOptions>;

@@ -20,6 +20,7 @@
 #include <fsdp/parameter_predicate.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -98,6 +99,11 @@ class FusedAdam {
 
   /// Of the parameters that have been stepped, in the order of the plan.
   FSDP_API std::vector<AdamState> state() const;
+
+  /// Makes the parameters named stepped that often, with moments of zero, and all others never stepped; returns the former, for their
+  /// moments to be filled. All ranks must give the same. Throws c10::Error, before anything changes, for a name that is not this
+  /// optimizer's and a step below 1.
+  FSDP_API std::vector<AdamState> restore(const std::map<std::string, int64_t>& steps);
 
  private:
   class Impl;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <fsdp/adamw.h>
+#include <fsdp/checkpoint.h>
 #include <fsdp/clip_result.h>
 #include <fsdp/distributed_sampler.h>
 #include <fsdp/exchange.h>
