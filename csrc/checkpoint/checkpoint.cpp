@@ -65,6 +65,12 @@ class Contents {
   const std::vector<Piece>& model() const { return model_; }
   const std::vector<Piece>& own() const { return own_; }  // of each rank
   const std::map<std::string, Place>& places() const { return places_; }
+  OptimizerAccess::Parameters parameters() const {
+    OptimizerAccess::Parameters parameters;
+    for (const auto& group : views_.groups())
+      for (const auto& view : group.parameters) parameters.push_back(&view);
+    return parameters;
+  }
 
   std::vector<Piece> optimizer(const std::vector<OptimizerEntry>& entries) const {
     std::vector<Piece> pieces;
@@ -260,9 +266,17 @@ bool is_floating(const std::string& dtype) {
 
 // What of a checkpoint goes where. Throws with everything that does not fit.
 struct Fitting {
-  std::vector<Piece> pieces;             // to be read, apart from the optimizer's
-  std::map<std::string, int64_t> steps;  // of the optimizer
+  std::vector<Piece> pieces;  // to be read, apart from the optimizer's
+  std::map<std::string, SavedState> optimizer;
 };
+
+std::vector<std::string> states_of(const Manifest& manifest, const std::string& parameter) {
+  const auto prefix = "optimizer/" + parameter + "/";
+  std::vector<std::string> names;
+  for (auto at = manifest.tensors.lower_bound(prefix); at != manifest.tensors.end() && at->first.starts_with(prefix); ++at)
+    names.push_back(at->first.substr(prefix.size()));
+  return names;
+}
 
 Fitting fit(const Contents& contents, const Manifest& manifest, const OptimizerAccess* optimizer, const LoadCheckpointOptions& options,
             const std::string& path) {
@@ -293,7 +307,7 @@ Fitting fit(const Contents& contents, const Manifest& manifest, const OptimizerA
       unexpected.push_back("optimizer/" + name);
       continue;
     }
-    fitting.steps[name] = step;
+    fitting.optimizer[name] = {step, states_of(manifest, name)};
   }
   for (const auto& [name, _] : manifest.tensors)
     if (!known.contains(name) && !name.starts_with("optimizer/") && !is_skipped(name.substr(name.find('/') + 1)))
@@ -324,13 +338,14 @@ std::vector<Piece> expected_state(const Contents& contents, const Manifest& mani
   std::vector<Piece> pieces;
   for (const auto& piece : contents.model()) {
     const auto parameter = piece.name.substr(std::strlen("model/"));
-    if (!fitting.steps.contains(parameter)) continue;
-    const auto prefix = "optimizer/" + parameter + "/";
-    for (auto at = manifest.tensors.lower_bound(prefix); at != manifest.tensors.end() && at->first.starts_with(prefix); ++at) {
-      TORCH_CHECK(at->second.shape == piece.shape, "'", at->first, "' is ", shape_text(at->second.shape), " in the checkpoint, ",
-                  shape_text(piece.shape), " in the model");
+    const auto saved = fitting.optimizer.find(parameter);
+    if (saved == fitting.optimizer.end()) continue;
+    for (const auto& state : saved->second.slices) {
       auto expected = piece;
-      expected.name = at->first;
+      expected.name = "optimizer/" + parameter + "/" + state;
+      const auto& shape = manifest.tensors.at(expected.name).shape;
+      TORCH_CHECK(shape == piece.shape, "'", expected.name, "' is ", shape_text(shape), " in the checkpoint, ", shape_text(piece.shape),
+                  " in the model");
       pieces.push_back(std::move(expected));
     }
   }
@@ -396,7 +411,8 @@ void apply(Prepared& prepared, Contents& contents, OptimizerAccess* optimizer) {
     source.read(piece, piece.memory.detach());
   }
   if (optimizer && !manifest.optimizer_type.empty()) {
-    for (const auto& piece : contents.optimizer(optimizer->restore(prepared.fitting.steps))) source.read(piece, piece.memory);
+    for (const auto& piece : contents.optimizer(optimizer->restore(contents.parameters(), prepared.fitting.optimizer)))
+      source.read(piece, piece.memory);
     optimizer->set_options(manifest.optimizer_options);
   }
   if (!source.same_world()) return seed_anew(manifest.seed, contents.rank());
@@ -423,7 +439,8 @@ std::string save_checkpoint(const std::string& root, int64_t step, const FullySh
     TORCH_CHECK(options.keep_last >= 0 && options.keep_every >= 0, "save_checkpoint: keep_last and keep_every must not be negative");
     contents.views().settle("save_checkpoint");
     all = {contents.model(), contents.own()};
-    if (optimizer.access()) all.push_back(contents.optimizer(optimizer.access()->state()));
+    if (optimizer.access()) optimizer.access()->type();
+    if (optimizer.access()) all.push_back(contents.optimizer(optimizer.access()->state(contents.parameters())));
     if (contents.rank() != 0) return;
     nonce = new_nonce();
     temporary = begin_checkpoint(root, nonce);
@@ -483,7 +500,7 @@ std::string save_checkpoint(const std::string& root, int64_t step, const FullySh
     if (const auto* access = optimizer.access()) {
       manifest.optimizer_type = access->type();
       manifest.optimizer_options = access->options();
-      for (const auto& entry : access->state()) manifest.optimizer_steps[entry.parameter] = entry.step;
+      for (const auto& entry : access->state(contents.parameters())) manifest.optimizer_steps[entry.parameter] = entry.step;
     }
     std::vector<RankReport> parsed;
     for (const auto& each : reports) parsed.push_back(parse_report(each));

@@ -9,11 +9,25 @@
 
 namespace fsdp::tools {
 
-MetricsFile::MetricsFile(const std::string& path) : path_(path) {
+MetricsFile::MetricsFile(const std::string& path, bool goes_on) : path_(path) {
   if (path_.empty()) return;
-  TORCH_CHECK(!std::filesystem::exists(path_), "'metrics_file': '", path_, "' exists already; move it away or name another");
-  file_.open(path_);
-  TORCH_CHECK(file_, "'metrics_file': '", path_, "' cannot be made: ", std::strerror(errno));
+  TORCH_CHECK(goes_on || !std::filesystem::exists(path_), "'metrics_file': '", path_, "' exists already; move it away or name another");
+  file_.open(path_, std::ios::app);
+  TORCH_CHECK(file_, "'metrics_file': '", path_, "' cannot be opened: ", std::strerror(errno));
+}
+
+void MetricsFile::cut_after(int64_t step) {
+  if (path_.empty()) return;
+  std::string kept;
+  std::ifstream before(path_);
+  for (std::string line; std::getline(before, line);) {
+    const auto parsed = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (parsed.is_object() && parsed.value("step", step + 1) <= step) kept += line + "\n";
+  }
+  file_.close();
+  file_.open(path_, std::ios::trunc);
+  file_ << kept << std::flush;
+  TORCH_CHECK(file_, "'metrics_file': '", path_, "' cannot be written: ", std::strerror(errno));
 }
 
 void MetricsFile::write(const nlohmann::json& line) {

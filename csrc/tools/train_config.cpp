@@ -184,6 +184,18 @@ void read_fp16(JsonSection section, TrainConfig& config) {
   section.refuse_rest();
 }
 
+// The document without what may change when a run goes on.
+std::string fingerprint_of(json document, const TrainConfig& config) {
+  for (const char* key : {"max_steps", "eval_every", "save_every", "resume", "output_dir", "metrics_file", "train_micro_batch_size_per_gpu",
+                          "gradient_accumulation_steps", "zero_optimization"})
+    document.erase(key);
+  document["train_batch_size"] = config.batch.global;
+  document["model"].erase("path");
+  for (const char* key : {"train", "validation"}) document["data"].erase(key);
+  if (document.contains("lora") && document["lora"].is_object()) document["lora"].erase("adapter");
+  return document.dump();
+}
+
 }  // namespace
 
 TrainConfig read_train_config(const std::string& json_text, const std::vector<std::string>& overrides, int world_size) {
@@ -227,6 +239,10 @@ TrainConfig read_train_config(const std::string& json_text, const std::vector<st
   config.seed = at_least<int64_t>("seed", root.take_or<int64_t>("seed", 0), 0);
   config.eval_every = at_least<int64_t>("eval_every", root.take_or<int64_t>("eval_every", 0), 0);
   config.output_dir = root.take_or<std::string>("output_dir", "");
+  config.save_every = at_least<int64_t>("save_every", root.take_or<int64_t>("save_every", 0), 0);
+  config.resume = root.take_or<std::string>("resume", "");
+  TORCH_CHECK(!config.output_dir.empty() || (config.save_every == 0 && config.resume != "auto"),
+              "expected 'output_dir', which 'save_every' and 'resume': \"auto\" refer to");
   config.metrics_file = root.take_or<std::string>("metrics_file", "");
   config.batch = read_batch(root, world_size);
   if (auto section = root.take_section("optimizer")) config.optimizer = read_optimizer(*section);
@@ -249,6 +265,7 @@ TrainConfig read_train_config(const std::string& json_text, const std::vector<st
     section->refuse_rest();
   }
   root.refuse_rest();
+  config.fingerprint = fingerprint_of(document, config);
   return config;
 }
 

@@ -17,6 +17,10 @@
 //     zero_optimization.stage          2 or 3 (default); stage3_max_live_parameters: times the compute dtype, the budget in bytes
 //     max_steps, seed, eval_every      optimizer steps; validation before the first, every so often, and after the last
 //     output_dir                       what was trained is saved there at the end: adapter/ in PEFT's layout, or model/ in Hugging Face's
+//     save_every                       steps; checkpoints in output_dir/checkpoints, the last two kept, also one at the end
+//     resume                           "auto": from the newest valid checkpoint there, if any; or the path of one. Without it a folder that
+//                                      holds checkpoints is refused. Only max_steps, paths, the split of the global batch, and when to
+//                                      evaluate and save may differ from the run that saved
 //     metrics_file                     JSON lines
 #pragma once
 
@@ -72,8 +76,9 @@ struct TrainConfig {
   int64_t zero_stage = 3;
   bool zero_stage_given = false;
   std::optional<int64_t> max_live_parameters;
-  int64_t max_steps = 0, seed = 0, eval_every = 0;
-  std::string output_dir, metrics_file;
+  int64_t max_steps = 0, seed = 0, eval_every = 0, save_every = 0;
+  std::string output_dir, resume, metrics_file;
+  std::string fingerprint;  // JSON text: all that must be the same when a run is resumed
 };
 
 // `overrides` are "key.sub=value" each, the value JSON or, where it is none, a string. Throws c10::Error that names the key, what was

@@ -84,6 +84,26 @@ void TrainOptimizer::step(double lr) {
   hold_scale(before);
 }
 
+CheckpointOptimizer TrainOptimizer::checkpointed() {
+  return std::visit([](auto& optimizer) { return CheckpointOptimizer(optimizer); }, optimizer_);
+}
+
+nlohmann::json TrainOptimizer::state() const {
+  if (!scaler_) return nullptr;
+  const auto state = scaler_->state();
+  return {{"scale", state.scale},
+          {"growth_tracker", state.growth_tracker},
+          {"skipped_steps", state.skipped_steps},
+          {"skips_in_a_row", state.skips_in_a_row},
+          {"hysteresis_left", hysteresis_left_}};
+}
+
+void TrainOptimizer::load_state(const nlohmann::json& state) {
+  if (!scaler_ || state.is_null()) return;
+  scaler_->load_state({state.at("scale"), state.at("growth_tracker"), state.at("skipped_steps"), state.at("skips_in_a_row")});
+  hysteresis_left_ = state.at("hysteresis_left");
+}
+
 // A fixed scale stays, and a shrinking one waits for as many overflows as DeepSpeed's hysteresis says.
 void TrainOptimizer::hold_scale(double before) {
   auto state = scaler_->state();

@@ -3,10 +3,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <fsdp/adamw.h>
+#include <fsdp/checkpoint.h>
 #include <fsdp/fully_sharded_data_parallel.h>
 #include <fsdp/grad_scaler.h>
 #include <torch/optim/sgd.h>
 
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <variant>
 
@@ -22,6 +24,9 @@ class TrainOptimizer {
   at::Tensor scale(const at::Tensor& loss) const { return scaler_ ? scaler_->scale(loss) : loss; }
   void unscale();        // before gradients are looked at
   void step(double lr);  // all ranks; none is made where a gradient overflowed in fp16
+  CheckpointOptimizer checkpointed();
+  nlohmann::json state() const;  // beside what the optimizer keeps: of the loss scale
+  void load_state(const nlohmann::json& state);
   double loss_scale() const { return scaler_ ? scaler_->get_scale() : 1; }
 
  private:

@@ -1,15 +1,15 @@
 #include "tools/trainer.h"
 
 #include <fmt/format.h>
+#include <fsdp/checkpoint.h>
 #include <fsdp/distributed_sampler.h>
 #include <fsdp/exchange.h>
-#include <fsdp/fully_sharded_data_parallel.h>
-#include <fsdp/lora.h>
 #include <fsdp/weights.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/utils.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -20,9 +20,9 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
-#include "models/causal_lm.h"
 #include "models/model_config.h"
 #include "tools/metrics_file.h"
+#include "tools/pretrained.h"
 #include "tools/train_optimizer.h"
 #include "tools/training_rows.h"
 
@@ -32,7 +32,6 @@ namespace {
 volatile std::sig_atomic_t stop_requested = 0;
 
 using Clock = std::chrono::steady_clock;
-using Model = FullyShardedDataParallel<models::CausalLMImpl>;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
@@ -48,8 +47,6 @@ struct GlobalBatch {
   std::vector<Batch> own;
   double targets = 0;
 };
-
-bool is_adapter(std::string_view name) { return name.find("lora_") != name.npos; }
 
 // What was lost over how many targets, summed up in double.
 struct LossSum {
@@ -72,29 +69,30 @@ class Trainer::Impl {
       TORCH_CHECK(train_data_->rows_in_batch() == 0 || train_data_->rows_in_batch() == config_.batch.global, "'data.train' has batches of ",
                   train_data_->rows_in_batch(), " rows, 'train_batch_size' is ", config_.batch.global);
       if (!config_.validation.empty()) validation_data_ = open(config_.validation, "data.validation", config_.seq_len);
-      if (prints()) metrics_ = std::make_unique<MetricsFile>(config_.metrics_file);
-      if (prints() && !config_.output_dir.empty()) std::filesystem::create_directories(config_.output_dir);
+      if (prints()) open_output();
     });
     if (train_data_->rows_in_batch() == 0)
       sampler_ = std::make_unique<DistributedSampler>(static_cast<size_t>(train_data_->size()), group_,
                                                       DistributedSamplerOptions{.seed = static_cast<uint64_t>(config_.seed)});
     torch::manual_seed(static_cast<uint64_t>(config_.seed));
-    model_ = std::make_unique<Model>(make_model(), group_, sharding_options());
+    model_ = std::make_unique<ShardedLM>(make_model(architecture_, lora_options(), group_), group_, sharding_options());
     load();
     optimizer_ = std::make_unique<TrainOptimizer>(*model_, config_);
     torch::manual_seed(static_cast<uint64_t>(config_.seed) + 1 + static_cast<uint64_t>(group_.rank()));  // dropout differs between ranks
     model_->set_gradient_divisor(1);  // the loss is a sum over this rank's targets, divided by those of all ranks
     print_plan();
+    resume();
   }
 
   void run() {
     const auto start = Clock::now();
-    if (config_.eval_every > 0) validate(0);
-    int64_t step = 0;
+    int64_t step = first_step_;
+    if (config_.eval_every > 0 && step == 0) validate(0);
     bool stops = false;
     while (step < config_.max_steps && !stops) {
       stops = train_step(++step);
       const bool last = step == config_.max_steps || stops;
+      if (config_.save_every > 0 && (last || step % config_.save_every == 0)) save_at(step);
       if (validation_data_ && (last || (config_.eval_every > 0 && step % config_.eval_every == 0))) validate(step);
     }
     save();
@@ -118,28 +116,80 @@ class Trainer::Impl {
     return rows;
   }
 
-  lora::LoraOptions lora_options() const {
-    auto options = config_.lora->adapter.empty() ? lora::LoraOptions{.r = config_.lora->r,
-                                                                     .alpha = config_.lora->alpha,
-                                                                     .dropout = config_.lora->dropout,
-                                                                     .target_modules = config_.lora->target_modules}
-                                                 : lora::read_options(config_.lora->adapter);
-    options.fan_in_fan_out = architecture_.architecture == models::Architecture::GPT2;
+  std::optional<lora::LoraOptions> lora_options() const {
+    if (!config_.lora) return std::nullopt;
+    std::optional<lora::LoraOptions> options;
+    run_on_all(group_, "reading the adapter", [&] {
+      options = config_.lora->adapter.empty() ? lora::LoraOptions{.r = config_.lora->r,
+                                                                  .alpha = config_.lora->alpha,
+                                                                  .dropout = config_.lora->dropout,
+                                                                  .target_modules = config_.lora->target_modules}
+                                              : lora::read_options(config_.lora->adapter);
+    });
     return options;
   }
 
-  models::CausalLM make_model() const {
-    auto net = models::make_model(architecture_);
-    if (config_.lora) run_on_all(group_, "attaching adapters", [&] { lora::attach(*net, lora_options()); });
-    return net;
+  void load() {
+    if (!config_.model_path.empty()) load_pretrained(*model_, architecture_, config_.model_path);
+    if (config_.lora && !config_.lora->adapter.empty()) lora::load_adapter(*model_, config_.lora->adapter);
   }
 
-  // Each rank reads its own slices.
-  void load() {
-    if (!config_.model_path.empty())
-      load_weights(*model_, config_.model_path,
-                   {.skip = is_adapter, .ignore = [this](std::string_view name) { return models::is_no_weight(architecture_, name); }});
-    if (config_.lora && !config_.lora->adapter.empty()) lora::load_adapter(*model_, config_.lora->adapter);
+  std::string checkpoints() const { return config_.output_dir + "/checkpoints"; }
+
+  void open_output() {
+    metrics_ = std::make_unique<MetricsFile>(config_.metrics_file, /*goes_on=*/!config_.resume.empty());
+    if (config_.output_dir.empty()) return;
+    TORCH_CHECK(!config_.resume.empty() || !std::filesystem::exists(checkpoints()), "'", checkpoints(),
+                "' is there already; go on with it (\"resume\": \"auto\"), move it away, or name another output_dir");
+    std::filesystem::create_directories(config_.output_dir);
+  }
+
+  void save_at(int64_t step) {
+    const nlohmann::json extra{{"fingerprint", config_.fingerprint}, {"sampler", sampler_state()}, {"loss_scale", optimizer_->state()}};
+    const auto path = save_checkpoint(checkpoints(), step, *model_, optimizer_->checkpointed(), extra.dump(), {.keep_last = 2});
+    print("saved " + path);
+  }
+
+  nlohmann::json sampler_state() const {
+    if (!sampler_) return nullptr;
+    const auto state = sampler_->state();
+    return {{"position", state.position}, {"epoch", state.epoch}, {"size", state.size}, {"seed", state.seed}};
+  }
+
+  void resume() {
+    if (config_.resume.empty()) return;
+    const bool newest = config_.resume == "auto";
+    const auto loaded =
+        load_checkpoint(newest ? checkpoints() : config_.resume, *model_, optimizer_->checkpointed(), {.fall_back = newest});
+    TORCH_CHECK(loaded || newest, "'resume': there is no checkpoint at '", config_.resume, "'");
+    if (!loaded) return;
+    run_on_all(group_, "resuming", [&] {
+      const auto extra = nlohmann::json::parse(loaded->extra, nullptr, /*allow_exceptions=*/false);
+      TORCH_CHECK(extra.is_object() && extra.contains("fingerprint"), "'", loaded->path, "' was not saved by fsdp-train");
+      check_fingerprint(nlohmann::json::parse(extra["fingerprint"].get<std::string>()), loaded->path);
+      if (sampler_) {
+        const auto& state = extra.at("sampler");
+        TORCH_CHECK(state.at("size") == static_cast<int64_t>(sampler_->size()), "'data.train' has ", sampler_->size(),
+                    " rows to draw from, the run in '", loaded->path, "' had ", state.at("size").dump());
+        sampler_->set_state({state.at("position"), state.at("epoch"), state.at("size"), state.at("seed"), true});
+      }
+      optimizer_->load_state(extra.at("loss_scale"));
+    });
+    first_step_ = loaded->step;
+    if (prints()) metrics_->cut_after(first_step_);
+    print(fmt::format("resumed from {}, saved on {} ranks", loaded->path, loaded->world_size));
+  }
+
+  void check_fingerprint(const nlohmann::json& saved, const std::string& path) const {
+    const auto own = nlohmann::json::parse(config_.fingerprint);
+    std::string differences;
+    for (const auto& change : nlohmann::json::diff(saved, own)) {
+      std::string key = change["path"].get<std::string>().substr(1);
+      std::replace(key.begin(), key.end(), '/', '.');
+      differences += (differences.empty() ? "'" : ", '") + key + "'";
+    }
+    TORCH_CHECK(differences.empty(), "the run in '", path, "' had other settings: ", differences,
+                ". Give the same, or begin a new run in another output_dir");
   }
 
   void save() {
@@ -295,8 +345,9 @@ class Trainer::Impl {
   models::ModelConfig architecture_;
   std::unique_ptr<TrainingRows> train_data_, validation_data_;
   std::unique_ptr<MetricsFile> metrics_;         // rank 0
+  int64_t first_step_ = 0;                       // made before this run began
   std::unique_ptr<DistributedSampler> sampler_;  // none where the file has batches
-  std::unique_ptr<Model> model_;
+  std::unique_ptr<ShardedLM> model_;
   std::unique_ptr<TrainOptimizer> optimizer_;
 };
 

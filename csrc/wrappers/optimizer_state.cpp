@@ -1,11 +1,6 @@
 #include <fsdp/fully_sharded_data_parallel.h>
 #include <fsdp/optimizer_state.h>
-#include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
-#include <torch/optim/rmsprop.h>
-#include <torch/optim/sgd.h>
 
 #include <algorithm>
 #include <sstream>
@@ -14,37 +9,13 @@
 #include <vector>
 
 #include "comm/agreement.h"
+#include "optim/torch_optimizer_state.h"
 #include "runtime/sharded_model.h"
 
 namespace fsdp {
 namespace {
 
 namespace optim = torch::optim;
-
-struct StateTensor {
-  const char* name;
-  at::Tensor* tensor;  // undefined where the optimizer's options do not ask for it
-};
-
-struct ParameterState {
-  std::vector<StateTensor> tensors;
-  int64_t step = 0;
-};
-
-// LibTorch's states share no interface: each type lists its own tensors.
-ParameterState look_into(optim::OptimizerParamState& state, const std::string& parameter) {
-  if (auto* sgd = dynamic_cast<optim::SGDParamState*>(&state)) return {{{"momentum_buffer", &sgd->momentum_buffer()}}};
-  if (auto* s = dynamic_cast<optim::AdamParamState*>(&state))
-    return {{{"exp_avg", &s->exp_avg()}, {"exp_avg_sq", &s->exp_avg_sq()}, {"max_exp_avg_sq", &s->max_exp_avg_sq()}}, s->step()};
-  if (auto* s = dynamic_cast<optim::AdamWParamState*>(&state))
-    return {{{"exp_avg", &s->exp_avg()}, {"exp_avg_sq", &s->exp_avg_sq()}, {"max_exp_avg_sq", &s->max_exp_avg_sq()}}, s->step()};
-  if (auto* s = dynamic_cast<optim::RMSpropParamState*>(&state))
-    return {{{"square_avg", &s->square_avg()}, {"momentum_buffer", &s->momentum_buffer()}, {"grad_avg", &s->grad_avg()}}, s->step()};
-  if (auto* s = dynamic_cast<optim::AdagradParamState*>(&state)) return {{{"sum", &s->sum()}}, s->step()};
-  TORCH_CHECK(false, "shard_optimizer_state: the optimizer keeps state of a type of its own for parameter '", parameter,
-              "'; known are those of SGD, Adam, AdamW, RMSprop and Adagrad. Build the optimizer after wrapping, so that its state begins "
-              "with this rank's slices");
-}
 
 // A state tensor that shall become this rank's slice.
 struct Change {
@@ -79,7 +50,7 @@ Findings search(optim::Optimizer& optimizer, const ShardedModel& model) {
           findings.lines += "nothing\n";
           continue;
         }
-        const auto [tensors, step] = look_into(*found->second, parameter.name);
+        const auto [tensors, step] = look_into(*found->second, "shard_optimizer_state: parameter '" + parameter.name + "'");
         findings.lines += "step " + std::to_string(step);
         for (const auto& [name, tensor] : tensors) {
           if (!tensor->defined()) continue;

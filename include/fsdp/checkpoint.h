@@ -22,6 +22,10 @@
 #include <optional>
 #include <string>
 
+namespace torch::optim {
+class Optimizer;
+}
+
 namespace fsdp {
 
 class FullyShardedBase;
@@ -33,6 +37,7 @@ class FSDP_API CheckpointOptimizer {
   CheckpointOptimizer() = default;  ///< none
   CheckpointOptimizer(AdamW& optimizer);
   CheckpointOptimizer(Adam& optimizer);
+  CheckpointOptimizer(torch::optim::Optimizer& optimizer);  ///< SGD, Adam, AdamW, RMSprop or Adagrad; of the options the lr only
   OptimizerAccess* access() const { return access_.get(); }
 
  private:

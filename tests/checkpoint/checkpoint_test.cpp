@@ -211,6 +211,43 @@ RANKS_TEST("before the first step, and without an optimizer", "[checkpoint][G1][
   EXPECT(!fsdp::load_checkpoint(folder / "none", fresh.model), "a checkpoint out of nothing");
 }
 
+RANKS_TEST("LibTorch's optimizers go on bit for bit, those that cannot are refused by name", "[checkpoint][quick]", 1, 3) {
+  using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<torch::Tensor>&)>;
+  namespace optim = torch::optim;
+  const std::vector<Make> makes{
+      [](const auto& p) { return std::make_unique<optim::SGD>(p, optim::SGDOptions(0.1)); },
+      [](const auto& p) { return std::make_unique<optim::SGD>(p, optim::SGDOptions(0.1).momentum(0.9)); },
+      [](const auto& p) { return std::make_unique<optim::Adam>(p, optim::AdamOptions(0.01).amsgrad(true)); },
+      [](const auto& p) { return std::make_unique<optim::AdamW>(p, optim::AdamWOptions(0.01)); },
+      [](const auto& p) { return std::make_unique<optim::RMSprop>(p, optim::RMSpropOptions(0.01).momentum(0.9).centered(true)); },
+      [](const auto& p) { return std::make_unique<optim::Adagrad>(p, optim::AdagradOptions(0.01)); }};
+  const auto train = [&](auto& model, optim::Optimizer& optimizer, int step) {
+    const auto loss = model(torch::full({2, 6}, 0.1f * static_cast<float>(step + group.rank()))).square().sum();
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    return loss.template item<double>();
+  };
+  for (const auto& make : makes) {
+    const SharedFolder folder(group);
+    fsdp::FullyShardedDataParallel model(Mlp(), group), fresh(Mlp(), group);
+    const auto optimizer = make(model.parameters()), other = make(fresh.parameters());
+    for (int step = 0; step < 3; ++step) train(model, *optimizer, step);
+    train(fresh, *other, 7);
+    other->param_groups()[0].options().set_lr(7);
+    fsdp::save_checkpoint(folder.path(), 3, model, *optimizer);
+    fsdp::load_checkpoint(folder.path(), fresh, *other);
+    for (int step = 3; step < 6; ++step) {
+      const double straight = train(model, *optimizer, step), resumed = train(fresh, *other, step);
+      EXPECT(straight == resumed, "step " << step << ": " << straight << " and " << resumed);
+    }
+  }
+  fsdp::FullyShardedDataParallel model(Mlp(), group);
+  optim::LBFGS lbfgs(model.parameters());
+  const SharedFolder folder(group);
+  expect_contains(error_of([&] { fsdp::save_checkpoint(folder.path(), 1, model, lbfgs); }), {"LBFGS keeps one state"});
+}
+
 RANKS_TEST("checkpoints are kept as long as was asked for, and replaced by the same step", "[checkpoint][quick]", 1, 2) {
   const SharedFolder folder(group);
   Run run(group, 1);

@@ -191,6 +191,50 @@ def stops():
     need(validation and validation[-1]["step"] == steps[-1]["step"], "validation after the last step", steps[-1], validation)
 
 
+def resumes():
+    code, out, err = run(2, "metrics_file=straight.jsonl", "max_steps=12")
+    need(code == 0, "a straight run", out, err)
+    straight, _ = metrics("straight.jsonl")
+
+    own = ["output_dir=run", "save_every=3", "max_steps=12", "metrics_file=resumed.jsonl", "resume=auto"]
+    process = start(2, *own)  # resume=auto where there is nothing yet: a new run
+    end = time.monotonic() + 60
+    while not os.path.exists("run/checkpoints/step-00000006"):
+        need(time.monotonic() < end and process.poll() is None, "two checkpoints")
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    subprocess.run(["pkill", "-KILL", "-f", "metrics_file=resumed.jsonl"])
+    code, out, err = run(2, *own)
+    need(code == 0 and "resumed from run/checkpoints/step-000000" in out, "the killed run is taken up", out, err)
+    resumed, _ = metrics("resumed.jsonl")
+    for a, b in zip(straight, resumed, strict=True):
+        need(all(a[k] == b[k] for k in ["step", "loss", "grad_norm", "lr"]), "bit for bit the same run", a, b)
+    need(sorted(os.listdir("run/checkpoints")) == ["step-00000009", "step-00000012"], "two are kept", os.listdir("run/checkpoints"))
+
+    more = ["max_steps=14", "resume=run/checkpoints/step-00000009", "output_dir=elsewhere"]
+    code, out, err = run(1, *more, "metrics_file=one_rank.jsonl")
+    need(code == 0, "another world size, from a given checkpoint", out, err)
+    check_same(straight[9:], metrics("one_rank.jsonl")[0][:3], "1 rank goes on with what 2 saved")
+
+    process = start(2, "metrics_file=interrupted.jsonl", "max_steps=100000", "output_dir=interrupted", "save_every=50000")
+    while not os.path.exists("interrupted.jsonl") or len(open("interrupted.jsonl").readlines()) < 3:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    need("stopped on request after" in out and "saved interrupted/checkpoints/step-" in out, "Ctrl-C saves", out, err)
+
+    for override, expected in [
+        ("output_dir=run", "'run/checkpoints' is there already"),
+        ("resume=nowhere", "there is no checkpoint at 'nowhere'"),
+        ("save_every=3", "expected 'output_dir'"),
+    ]:
+        code, out, err = run(2, override)
+        need(code != 0 and expected in out + err and (out + err).count("fsdp-train: ") == 1, f"{override}: {expected}", out, err)
+    code, out, err = run(2, "output_dir=run", "resume=auto", "optimizer.params.lr=0.5", "seed=9")
+    need(code != 0 and "had other settings: 'optimizer.params.lr', 'seed'" in out + err, "other settings are named", out, err)
+
+
 random.seed(1)
 with tempfile.TemporaryDirectory() as room:
     os.chdir(room)
@@ -200,7 +244,7 @@ with tempfile.TemporaryDirectory() as room:
             file.write("".join(random.choice(words) for _ in range(count)))
     with open("config.json", "w") as file:
         json.dump(CONFIG, file)
-    for check in [trains, trains_as_pytorch_does, refuses, refuses_files, stops]:
+    for check in [trains, trains_as_pytorch_does, refuses, refuses_files, stops, resumes]:
         begin = time.monotonic()
         check()
         print(f"{check.__name__}: {time.monotonic() - begin:.1f} s")
