@@ -2,6 +2,7 @@
 #include <fsdp/lora.h>
 #include <fsdp/weights.h>
 
+#include <cmath>
 #include <filesystem>
 #include <set>
 
@@ -55,8 +56,9 @@ ParameterPredicate all_but(const std::vector<AdaptedModule>& adapted) {
 
 // What PEFT's config says of one adapter; all of a file are alike in it.
 json facts_of(const LoraOptions& options) {
+  const bool is_whole = options.alpha == std::floor(options.alpha) && options.alpha < 1e9;  // as PEFT's usually are
   return {{"r", options.r},
-          {"lora_alpha", options.alpha},
+          {"lora_alpha", is_whole ? json(static_cast<int64_t>(options.alpha)) : json(options.alpha)},
           {"lora_dropout", options.dropout},
           {"use_rslora", options.rank_stabilized},
           {"fan_in_fan_out", options.fan_in_fan_out}};

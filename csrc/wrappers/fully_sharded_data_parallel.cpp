@@ -104,13 +104,14 @@ void FullyShardedBase::to(torch::Device device, bool non_blocking) { to(device, 
 
 void FullyShardedBase::save(torch::serialize::OutputArchive&) const {
   TORCH_CHECK(false,
-              "saving a FullyShardedDataParallel would write one rank's slices; copy what you need inside summon_full_params() and save "
-              "the copies on one rank");
+              "saving a FullyShardedDataParallel would write one rank's slices. On all ranks: fsdp::save_weights(model, \"folder\") writes "
+              "the whole model as safetensors, fsdp::save_checkpoint(\"folder\", step, model, optimizer) a run to go on with");
 }
 void FullyShardedBase::load(torch::serialize::InputArchive&) {
   TORCH_CHECK(
       false,
-      "loading into a FullyShardedDataParallel would overwrite slices with whole parameters; load into the module before wrapping it");
+      "loading into a FullyShardedDataParallel would overwrite slices with whole parameters; load into the module before wrapping it, or "
+      "use fsdp::load_weights or fsdp::load_checkpoint on all ranks");
 }
 std::shared_ptr<torch::nn::Module> FullyShardedBase::clone(const std::optional<torch::Device>&) const {
   TORCH_CHECK(false, "cloning a FullyShardedDataParallel would copy one rank's slices; clone the module before wrapping it");

@@ -43,7 +43,7 @@ need_torchrun() {
 # How many compilers at once: one a core, as far as memory goes (LibTorch's headers take about 2 GB in a compiler).
 build_jobs() {
   local cores memory
-  cores=$(nproc)
+  cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # which would otherwise count the threads that those allow
   memory=$(awk '/MemAvailable/ { print int($2 / 2500000) }' /proc/meminfo)
   [ "$memory" -ge 1 ] || memory=1
   echo $((cores < memory ? cores : memory))
