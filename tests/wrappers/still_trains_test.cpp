@@ -132,7 +132,7 @@ const std::vector<Misuse> kMisuses{
        torch::serialize::OutputArchive archive;
        model.save(archive);
      },
-     {"saving a FullyShardedDataParallel", "summon_full_params()"}},
+     {"saving a FullyShardedDataParallel", "fsdp::save_weights", "fsdp::save_checkpoint"}},
     {"load",
      [](Model& model, MlpImpl&) {
        torch::serialize::InputArchive archive;
